@@ -1,0 +1,1 @@
+"""Measuring: workloads, targets, records, statistics, sweeps, figures, and the command line over them."""

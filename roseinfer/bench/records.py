@@ -1,0 +1,159 @@
+"""The record: one row per offered request, one row per engine step, and the formulas derived from them.
+
+Times are float64 seconds on one monotonic clock per cell and repeat, zero at its first scheduled arrival.
+"Not measured" is null, never 0 or -1. What the in-process target fills:
+
+    column                                        in process
+    scheduled_s, permitted_s, sent_s              every row that was sent
+    reserved_s, admitted_s, released_s            admitted rows
+    rejected_s, reject_reason, reject_stage       refused rows
+    tokenized_s                                   admitted rows whose prompt came as text
+    first_scheduled_s .. finished_s               admitted rows, as far as the request got
+    ended_s, received_first_s, received_last_s    as the one consumer thread saw it
+    token_times_s, chunk_times_s, chunk_tokens    admitted rows with tokens
+    status_code, server_queue_s, server_prefill_s null: they belong to remote servers
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+SCHEMA_VERSION: Final = 1
+
+
+class Outcome(StrEnum):
+    COMPLETED = "completed"
+    REJECTED = "rejected"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    INCOMPLETE = "incomplete"
+
+
+FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len")
+"""The columns that tell the cells of a sweep apart."""
+
+_KEY = [
+    ("run_id", pa.string()),
+    ("cell_id", pa.string()),
+    ("repeat", pa.int32()),
+]
+_FACTOR_FIELDS = [
+    ("target", pa.string()),
+    ("model", pa.string()),
+    ("admission", pa.string()),
+    ("max_inflight", pa.int64()),  # null: no limit
+    ("burst_size", pa.int64()),
+    ("prompt_len", pa.int64()),
+    ("output_len", pa.int64()),
+    ("arrival", pa.string()),
+    ("request_rate", pa.float64()),
+    ("priority", pa.string()),
+]
+_TIMES = (
+    "scheduled_s permitted_s sent_s reserved_s admitted_s released_s rejected_s tokenized_s first_scheduled_s"
+    " first_token_s last_token_s finished_s ended_s received_first_s received_last_s"
+).split()
+
+REQUEST_SCHEMA: Final = pa.schema(
+    [
+        *_KEY,
+        ("request_index", pa.int64()),
+        *_FACTOR_FIELDS,
+        *[(name, pa.float64()) for name in _TIMES],
+        ("outcome", pa.string()),
+        ("reject_reason", pa.string()),
+        ("reject_stage", pa.string()),
+        ("status_code", pa.int32()),
+        ("error", pa.string()),
+        ("attempts", pa.int32()),
+        ("prompt_tokens", pa.int64()),
+        ("cached_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("inflight_at_send", pa.int64()),
+        ("waiting_at_send", pa.int64()),
+        ("token_times_s", pa.list_(pa.float64())),
+        ("chunk_times_s", pa.list_(pa.float64())),
+        ("chunk_tokens", pa.list_(pa.int64())),
+        ("server_queue_s", pa.float64()),
+        ("server_prefill_s", pa.float64()),
+    ]
+)
+
+_MEMBER = pa.struct([("request_index", pa.int64()), ("start", pa.int64()), ("n_tokens", pa.int64())])
+
+STEP_SCHEMA: Final = pa.schema(
+    [
+        *_KEY,
+        ("step", pa.int64()),
+        ("plan_start_s", pa.float64()),
+        ("exec_start_s", pa.float64()),
+        ("exec_end_s", pa.float64()),
+        ("published_s", pa.float64()),
+        ("prefill_requests", pa.int64()),
+        ("prefill_tokens", pa.int64()),
+        ("prefill_attention_pairs", pa.int64()),
+        ("decode_requests", pa.int64()),
+        ("context_tokens", pa.int64()),
+        ("cached_tokens", pa.int64()),
+        ("waiting", pa.int64()),
+        ("running", pa.int64()),
+        ("kv_tokens", pa.int64()),
+        ("members", pa.list_(_MEMBER)),
+    ]
+)
+
+TTFT_PARTS: Final = (
+    "cap_wait_s",
+    "send_lag_s",
+    "retry_wait_s",
+    "reserve_s",
+    "tokenize_s",
+    "queue_wait_s",
+    "prefill_s",
+    "delivery_s",
+)
+"""They sum to `ttft_s` (a null tokenize_s counts as nothing: the prompt came as token ids)."""
+
+
+def derive(requests: pd.DataFrame) -> pd.DataFrame:
+    """`requests` with the derived durations added, in seconds; null wherever an operand is null.
+
+    The formulas are those of the design: the eight TTFT_PARTS, `ttft_s`, `ttft_from_send_s`, `decode_s`,
+    `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `reject_s` (stage submit only), `add_request_s`.
+    """
+    r = requests
+    tokens = r["output_tokens"].astype("float64")
+    at_submit = r["reject_stage"] == "submit"
+    derived = {
+        "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
+        "send_lag_s": r["sent_s"] - r["permitted_s"],
+        # Every row is one attempt until clients retry: first and last attempt are the same send.
+        "retry_wait_s": r["sent_s"] - r["sent_s"],
+        "reserve_s": r["reserved_s"] - r["sent_s"],
+        "tokenize_s": r["tokenized_s"] - r["reserved_s"],
+        "queue_wait_s": r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
+        "prefill_s": r["first_token_s"] - r["first_scheduled_s"],
+        "delivery_s": r["received_first_s"] - r["first_token_s"],
+        "ttft_s": r["received_first_s"] - r["scheduled_s"],
+        "ttft_from_send_s": r["received_first_s"] - r["sent_s"],
+        "decode_s": r["last_token_s"] - r["first_token_s"],
+        "last_delivery_s": r["received_last_s"] - r["last_token_s"],
+        "e2el_s": r["received_last_s"] - r["scheduled_s"],
+        "tpot_s": ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
+        "reject_s": (r["rejected_s"] - r["sent_s"]).where(at_submit),
+        "add_request_s": r["admitted_s"] - r["sent_s"],
+    }
+    return r.assign(**derived)
+
+
+def token_gaps_s(token_times_s: pd.Series[object]) -> np.ndarray:
+    """All gaps between consecutive tokens (ITL), pooled over requests: float64[sum of (tokens - 1)]."""
+    gaps = [np.diff(np.asarray(times, dtype=np.float64)) for times in token_times_s if times is not None]
+    return np.concatenate(gaps) if gaps else np.empty(0)

@@ -1,0 +1,201 @@
+"""The core: from submission to the last token, without a clock, a thread, or a tensor.
+
+`SchedulerManager` drives it with real time, `sim` with a virtual clock; the answers are the same lines of code.
+One thread owns it. Only `acknowledge` may be called from others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from roseinfer.admission import Admission, TicketState
+from roseinfer.errors import InputError, InvariantError, PromptTooLongError
+from roseinfer.executor import StepPlan, StepResult
+from roseinfer.kv_cache import KVCache
+from roseinfer.request import FinishReason, Request, TokenEvent
+from roseinfer.scheduler import Scheduler, SchedulerLimits
+
+
+class Core:
+    """Scheduling state and its transitions. Methods return the events that readers must get."""
+
+    def __init__(
+        self,
+        *,
+        limits: SchedulerLimits,
+        kv_cache: KVCache,
+        admission: Admission,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        unread_timeout_s: float,
+    ) -> None:
+        self.admission = admission
+        self.scheduler = Scheduler(limits, kv_cache, admission)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.unread_timeout_s = unread_timeout_s
+        self._live: dict[int, Request] = {}
+        self._aborted: dict[int, Request] = {}  # ends when its running step is committed
+        self._unread: deque[Request] = deque()  # in order of finished_s
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def check_fits(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raises InputError for an empty prompt, PromptTooLongError for what an empty engine could not serve."""
+        if prompt_tokens < 1:
+            raise InputError("prompt", prompt_tokens, "holds no token")
+        need = prompt_tokens + max_new_tokens
+        capacity = self.scheduler.kv_cache.capacity_tokens
+        if need > self.max_model_len:
+            raise PromptTooLongError(prompt_tokens, max_new_tokens, "context", self.max_model_len)
+        if need > capacity:
+            raise PromptTooLongError(prompt_tokens, max_new_tokens, "KV cache", capacity)
+
+    def live_ids(self) -> list[int]:
+        """Requests that have not ended, in order of submission."""
+        return list(self._live)
+
+    def submit(self, request: Request) -> list[TokenEvent]:
+        """Takes over a request that holds a ticket, tokenised (and checked to fit) or not."""
+        self._live[request.request_id] = request
+        self.scheduler.add(request)
+        return []
+
+    def tokenized(self, request_id: int, prompt_ids: Sequence[int], now: float) -> list[TokenEvent]:
+        """The prompt's ids, stamped when they were ready. Ends a request whose prompt can never fit."""
+        request = self._live.get(request_id)
+        if request is None:
+            return []  # aborted meanwhile
+        request.tokenized_s = now
+        try:
+            self.check_fits(len(prompt_ids), request.params.max_new_tokens)
+        except InputError as error:
+            return [self._end(request, now, FinishReason.ERROR, error=error)]
+        request.prompt_ids = prompt_ids
+        self.admission.adjust(request.ticket, request.max_len)
+        self.scheduler.ready(request)
+        return []
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to do."""
+        plan = self.scheduler.plan(now)
+        if plan is None and not self.scheduler.running and self.scheduler.has_ready:
+            raise InvariantError("an idle engine cannot admit the head of its queue")
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Takes a step's results in. Tokens of requests that were aborted meanwhile are dropped."""
+        events = []
+        now = result.exec_end_s
+        for span, token_id in zip(plan.spans, result.token_ids, strict=True):
+            request = span.request
+            request.num_pending -= 1
+            if request.request_id in self._aborted:
+                if request.num_pending == 0:
+                    events.append(self._end(request, now, FinishReason.ABORT))
+            elif request.finish_reason is None:
+                self.admission.progress(request.ticket, span.n_tokens)
+                if span.samples:
+                    if token_id is None:
+                        raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
+                    events.append(self._append_token(request, token_id, now))
+        return events
+
+    def fail_step(self, plan: StepPlan, error: BaseException, now: float) -> list[TokenEvent]:
+        """The step raised: every request that runs ends with the error, since its KV cache cannot be trusted."""
+        for span in plan.spans:
+            span.request.num_pending -= 1
+        return [
+            self._end(request, now, FinishReason.ERROR, error=error)
+            for request in list(self.scheduler.running.values())
+        ]
+
+    def fail(self, request_id: int, error: BaseException, now: float) -> list[TokenEvent]:
+        """A request that cannot go on before it ever ran: its tokeniser failed."""
+        request = self._live.get(request_id)
+        return [] if request is None else [self._end(request, now, FinishReason.ERROR, error=error)]
+
+    def abort(self, request_id: int, now: float) -> list[TokenEvent]:
+        """Ends a request now, or as soon as the step that it is in is committed. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is None:
+            return []
+        if request.num_pending:
+            self._aborted[request_id] = request
+            return []
+        return [self._end(request, now, FinishReason.ABORT)]
+
+    def acknowledge(self, request: Request, now: float) -> None:
+        """The reader has taken the terminal event: the slot is free. Any thread, any number of times."""
+        self.admission.release(request.ticket, now)
+
+    def expire(self, now: float) -> list[Request]:
+        """Frees the slots of streams that ended `unread_timeout_s` ago and that nobody read; returns them."""
+        expired = []
+        while self._unread:
+            request = self._unread[0]
+            if request.ticket.state is not TicketState.RELEASED:
+                assert request.finished_s is not None
+                if now < request.finished_s + self.unread_timeout_s:
+                    break
+                self.admission.release(request.ticket, now)
+                expired.append(request)
+            self._unread.popleft()
+        return expired
+
+    def next_expiry_s(self) -> float | None:
+        """When `expire` has something to do, if nobody reads until then."""
+        if not self._unread:
+            return None
+        finished_s = self._unread[0].finished_s
+        assert finished_s is not None
+        return finished_s + self.unread_timeout_s
+
+    def check(self) -> None:
+        """Raises InvariantError when bookkeeping contradicts itself. For tests, after every step."""
+        scheduler = self.scheduler
+        scheduler.check()
+        if self._live.keys() != scheduler.waiting.keys() | scheduler.running.keys():
+            raise InvariantError("a live request is neither waiting nor running, or the reverse")
+        if not self._aborted.keys() <= self._live.keys():
+            raise InvariantError("an aborted request lingers")
+        inflight, limit = self.admission.inflight, self.admission.limit
+        if len(self._live) > inflight or (limit is not None and inflight > limit):
+            raise InvariantError(f"{len(self._live)} live, {inflight} in flight, limit {limit}")
+
+    def _append_token(self, request: Request, token_id: int, now: float) -> TokenEvent:
+        request.output_ids.append(token_id)
+        request.token_times_s.append(now)
+        request.last_token_s = now
+        if request.first_token_s is None:
+            request.first_token_s = now
+        if token_id in self.eos_token_ids and not request.params.ignore_eos:
+            return self._end(request, now, FinishReason.STOP, token_id=token_id)
+        if len(request.output_ids) == request.params.max_new_tokens:
+            return self._end(request, now, FinishReason.LENGTH, token_id=token_id)
+        return TokenEvent(request.request_id, token_id, now)
+
+    def _end(
+        self,
+        request: Request,
+        now: float,
+        reason: FinishReason,
+        *,
+        token_id: int | None = None,
+        error: BaseException | None = None,
+    ) -> TokenEvent:
+        if self._aborted.pop(request.request_id, None) is not None:
+            # Its reader is gone: whatever happened to its last step, nobody will acknowledge it.
+            reason, token_id, error = FinishReason.ABORT, None, None
+        request.finish_reason = reason
+        request.finished_s = now
+        del self._live[request.request_id]
+        self.scheduler.remove(request)
+        if reason is FinishReason.ABORT:
+            self.admission.release(request.ticket, now)
+        else:
+            self._unread.append(request)
+        return TokenEvent(request.request_id, token_id, now, reason, error)

@@ -1,0 +1,86 @@
+"""The exceptions that roseinfer raises.
+
+RoseinferError
+ ├── InputError (ValueError)              a flag or argument with a value that cannot work
+ │    ├── PromptTooLongError              a prompt that could never be served here
+ │    └── ModelError                      a model that cannot be found, read or computed
+ ├── SchedulerManagerOverloadedError      refused by admission (RuntimeError)
+ ├── ManagerClosedError                   the manager is closed, or its engine is dead (RuntimeError)
+ ├── RequestFailedError                   a stream that ended with an error (RuntimeError)
+ ├── RunError                             a measurement that could not be carried out (RuntimeError)
+ └── InvariantError                       bookkeeping that contradicts itself: a bug (AssertionError)
+"""
+
+from __future__ import annotations
+
+
+class RoseinferError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class InputError(RoseinferError, ValueError):
+    """A flag or argument holds a value that cannot work.
+
+    `name` is the flag or argument as its user wrote it, `value` what stood there.
+    """
+
+    def __init__(self, name: str, value: object, why: str) -> None:
+        super().__init__(f"{name} {value!r}: {why}")
+        self.name = name
+        self.value = value
+        self.why = why
+
+
+class PromptTooLongError(InputError):
+    """`prompt_tokens + max_new_tokens` exceeds `bound_tokens`, the size of `bound` ("context" or "KV cache")."""
+
+    def __init__(self, prompt_tokens: int, max_new_tokens: int, bound: str, bound_tokens: int) -> None:
+        super().__init__(
+            "prompt",
+            f"{prompt_tokens} tokens",
+            f"with max_new_tokens={max_new_tokens} it needs {prompt_tokens + max_new_tokens} tokens,"
+            f" the {bound} holds {bound_tokens}",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_new_tokens = max_new_tokens
+        self.bound = bound
+        self.bound_tokens = bound_tokens
+
+
+class ModelError(InputError):
+    """A model that cannot be found, read, or computed faithfully by this engine."""
+
+
+class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
+    """Admission refused the request. Nothing was tokenised, queued or opened for it.
+
+    `limit` is the configured bound and `inflight` what was in flight when the request came; they are
+    separate figures. `retry_after_s` is the expected time until a slot comes free, None while unknown.
+    """
+
+    def __init__(self, *, limit: int, inflight: int, reason: str, retry_after_s: float | None) -> None:
+        super().__init__(f"too many inflight requests: {inflight} in flight, limit {limit} ({reason})")
+        self.limit = limit
+        self.inflight = inflight
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class ManagerClosedError(RoseinferError, RuntimeError):
+    """The manager takes no more requests: it was closed, or its engine died (then `__cause__` says of what)."""
+
+
+class RequestFailedError(RoseinferError, RuntimeError):
+    """A stream ended with an error; `__cause__` is the exception that ended it."""
+
+    def __init__(self, request_id: int, message: str) -> None:
+        super().__init__(f"request {request_id} failed: {message}")
+        self.request_id = request_id
+
+
+class RunError(RoseinferError, RuntimeError):
+    """A measurement could not be carried out, or its files could not be written."""
+
+
+class InvariantError(RoseinferError, AssertionError):
+    """Bookkeeping contradicts itself. Always a bug in roseinfer, never a user's mistake."""

@@ -1,0 +1,126 @@
+"""The border between the scheduling core and whatever computes: steps go in, token ids and stamps come out.
+
+`TorchExecutor` (engine/), `SimExecutor` (sim/) and the tests' scripted executor stand behind it. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from roseinfer.request import Request
+
+Clock = Callable[[], float]
+"""Returns float seconds that never decrease."""
+
+KV_BLOCK_TOKENS = 16
+"""Tokens in one block of KV cache."""
+
+
+class Span(NamedTuple):
+    """Positions start .. start + n_tokens - 1 of a request's prompt + output, to be computed in one step.
+
+    `samples` is True when the span reaches the last known token, so that the step yields the next one.
+    """
+
+    request: Request
+    start: int
+    n_tokens: int
+    samples: bool
+
+
+class StepPlan(NamedTuple):
+    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty."""
+
+    spans: list[Span]
+
+
+class StepResult(NamedTuple):
+    """`token_ids` is aligned with the plan's spans, None where `samples` is False. Stamps in clock seconds."""
+
+    token_ids: list[int | None]
+    exec_start_s: float
+    exec_end_s: float
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the results exist. Raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps one after another. Owned by one thread."""
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step; every request in it has its KV blocks in `request.block_table`."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. One object per thread: fast tokenizers keep state that must not be shared."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens that the model expects in front."""
+        ...
+
+    def new_decoder(self) -> IncrementalDecoder:
+        """A decoder for one stream of output tokens."""
+        ...
+
+
+class IncrementalDecoder(Protocol):
+    """Turns output ids into text piece by piece, without ever splitting a character."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes, "" while a character is still open."""
+        ...
+
+    def finish(self) -> str:
+        """What is left at the end of the stream."""
+        ...
+
+
+class Engine(Protocol):
+    """What a SchedulerManager needs of an engine. `InferenceEngine` has it, and so have the tests' scripted ones."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens (prompt + output) that one request may span."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids 0 .. vocab_size - 1 are valid prompt tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def default_num_batched_tokens(self, max_batch_size: int) -> int:
+        """Token budget of a step when the user names none; > max_batch_size."""
+        ...
+
+    def default_kv_cache_tokens(self, max_batch_size: int) -> int:
+        """KV cache size when the user names none; >= max_model_len."""
+        ...
+
+    def make_tokenizer(self) -> Tokenizer:
+        """A tokenizer of its own for each caller."""
+        ...
+
+    def make_executor(self, *, num_kv_blocks: int, max_batch_size: int, clock: Clock) -> Executor:
+        """An executor with physical KV for `num_kv_blocks` blocks of KV_BLOCK_TOKENS tokens."""
+        ...
+
+
+def step_token_ids(span: Span) -> Sequence[int]:
+    """The input ids of a span: prompt tokens, then output tokens."""
+    request, start, end = span.request, span.start, span.start + span.n_tokens
+    assert request.prompt_ids is not None
+    n_prompt = len(request.prompt_ids)
+    if end <= n_prompt:
+        return request.prompt_ids[start:end]
+    return [*request.prompt_ids[start:], *request.output_ids[max(0, start - n_prompt) : end - n_prompt]]

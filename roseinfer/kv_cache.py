@@ -1,0 +1,58 @@
+"""KV cache bookkeeping: abstract blocks of KV_BLOCK_TOKENS tokens, a block table per request.
+
+It counts the same blocks whether the memory behind it is one contiguous run, paged, or simulated.
+"""
+
+from __future__ import annotations
+
+from roseinfer.errors import InvariantError
+from roseinfer.executor import KV_BLOCK_TOKENS
+
+
+def blocks_for(n_tokens: int) -> int:
+    """Blocks that hold `n_tokens` tokens."""
+    return -(-n_tokens // KV_BLOCK_TOKENS)
+
+
+class KVCache:
+    """Hands out blocks. A request's whole need (prompt + max_new_tokens) is reserved at once: no preemption."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # A stack that starts with block 0 on top: the block freed last is warm in the cache and used first.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._owned: dict[int, list[int]] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * KV_BLOCK_TOKENS
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that blocks are reserved for, rounded up to whole blocks."""
+        return (self.num_blocks - len(self._free)) * KV_BLOCK_TOKENS
+
+    def can_allocate(self, n_tokens: int) -> bool:
+        return blocks_for(n_tokens) <= len(self._free)
+
+    def allocate(self, request_id: int, n_tokens: int) -> list[int]:
+        """The block table of a request: int[blocks_for(n_tokens)], in order of position."""
+        n_blocks = blocks_for(n_tokens)
+        if request_id in self._owned or n_blocks > len(self._free):
+            raise InvariantError(f"request {request_id}: cannot allocate {n_blocks} blocks")
+        table = [self._free.pop() for _ in range(n_blocks)]
+        self._owned[request_id] = table
+        return table
+
+    def free(self, request_id: int) -> None:
+        """Takes a request's blocks back."""
+        table = self._owned.pop(request_id, None)
+        if table is None:
+            raise InvariantError(f"request {request_id} owns no KV blocks")
+        self._free.extend(reversed(table))
+
+    def check(self) -> None:
+        """Raises InvariantError unless every block is either free or owned, once."""
+        seen = sorted([*self._free, *(block for table in self._owned.values() for block in table)])
+        if seen != list(range(self.num_blocks)):
+            raise InvariantError("KV blocks: free + owned is not the whole, or a block is counted twice")

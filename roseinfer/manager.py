@@ -1,0 +1,381 @@
+"""SchedulerManager: the core with threads and a clock around it.
+
+Callers reserve a slot, then leave a command in the inbox; one engine thread owns the core, turns the loop
+and publishes each step's tokens at once. `step()` is one turn of that loop, for tests that drive it by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from roseinfer.admission import Admission, AdmissionCounts, Ticket
+from roseinfer.core import Core
+from roseinfer.errors import InputError, ManagerClosedError
+from roseinfer.executor import Clock, Engine, StepPlan, StepResult
+from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.request import Request, SamplingParams, TokenEvent
+from roseinfer.scheduler import SchedulerLimits
+from roseinfer.stream import Collector, Mailbox, RequestStream, Token
+from roseinfer.tokenizer_pool import TokenizerPool
+
+Prompt = str | Sequence[int]
+Command = Callable[[], list[TokenEvent]]
+
+
+class StepRecord(NamedTuple):
+    """One step as it happened; stamps in clock seconds. Counts are of the moment after planning."""
+
+    plan: StepPlan
+    result: StepResult
+    plan_start_s: float
+    published_s: float
+    waiting: int
+    running: int
+    kv_tokens: int
+
+
+class SchedulerManager:
+    """Serves requests on one engine.
+
+    max_inflight_requests: bound on tokenising + waiting + running + ended-but-unread; None is no bound. Over it,
+        `submit` and `add_request` raise SchedulerManagerOverloadedError before anything is tokenised.
+    max_active_requests, max_batch_size: bounds on what runs at a time.
+    max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
+    tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
+    unread_timeout_s: how long an ended stream that nobody reads keeps its slot.
+    on_step: called by the engine thread after each step was published.
+    start: False leaves the engine thread out; then `step()` turns the loop.
+
+    Raises InputError (a ValueError) for values that cannot work.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_batch_size: int = 8,
+        max_active_requests: int | None = None,
+        max_inflight_requests: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
+        tokenize_workers: int = 0,
+        unread_timeout_s: float = 60.0,
+        *,
+        clock: Clock = time.perf_counter,
+        on_step: Callable[[StepRecord], None] | None = None,
+        start: bool = True,
+    ) -> None:
+        if tokenize_workers < 0:
+            raise InputError("tokenize_workers", tokenize_workers, "must be a whole number >= 0")
+        if unread_timeout_s <= 0:
+            raise InputError("unread_timeout_s", unread_timeout_s, "must be positive")
+        if kv_cache_tokens is not None and kv_cache_tokens < 1:
+            raise InputError("kv_cache_tokens", kv_cache_tokens, "must be a whole number >= 1")
+        self.limits = SchedulerLimits(
+            max_batch_size,
+            max_active_requests,
+            engine.default_num_batched_tokens(max_batch_size)
+            if max_num_batched_tokens is None
+            else max_num_batched_tokens,
+        )
+        self.limits.check()
+        self.admission = Admission(max_inflight_requests)
+        kv_cache = KVCache(
+            blocks_for(
+                engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
+            )
+        )
+        self._core = Core(
+            limits=self.limits,
+            kv_cache=kv_cache,
+            admission=self.admission,
+            max_model_len=engine.max_model_len,
+            eos_token_ids=engine.eos_token_ids,
+            unread_timeout_s=unread_timeout_s,
+        )
+        self._vocab_size = engine.vocab_size
+        self._clock = clock
+        self._on_step = on_step
+        self._collector = Collector()
+        self._streams: dict[int, RequestStream] = {}  # those that add_request gave an id for
+        self._ids = itertools.count()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # guards the two flags below and every entry into the inbox
+        self._closed = False  # no new requests
+        self._ended = False  # the loop has ended: no commands either
+        self._died_of: BaseException | None = None
+        self._executor = engine.make_executor(
+            num_kv_blocks=kv_cache.num_blocks, max_batch_size=self.limits.seats, clock=clock
+        )
+        self._tokenizer = engine.make_tokenizer()
+        self._tokenizer_lock = threading.Lock()
+        self._pool = TokenizerPool(tokenize_workers, engine.make_tokenizer) if tokenize_workers else None
+        self._thread: threading.Thread | None = None
+        if start:
+            self._thread = threading.Thread(target=self._run, name="roseinfer-engine", daemon=True)
+            self._thread.start()
+
+    # ---- callers' side ----
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, mailbox: Mailbox | None = None
+    ) -> RequestStream:
+        """Enters a request and returns its stream, or raises.
+
+        `prompt` is text or token ids. `mailbox` makes several streams share one (see `new_mailbox`); whoever
+        reads it calls `acknowledge` for each terminal event.
+
+        Raises SchedulerManagerOverloadedError over the limit, ManagerClosedError after `close` or the engine's
+        death, InputError (a ValueError) for token ids that are none, PromptTooLongError for those that can never fit.
+        """
+        params = SamplingParams() if params is None else params
+        if self._closed:
+            raise self._closed_error()
+        # A token of text is a byte at least, so its bytes bound its tokens from above.
+        cost_tokens = len(prompt.encode() if isinstance(prompt, str) else prompt) + params.max_new_tokens
+        ticket = self.admission.reserve(self._clock(), cost_tokens)
+        request = None
+        try:
+            ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
+            encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
+            box = Mailbox(self._collector) if mailbox is None else mailbox
+            stream = RequestStream(
+                request, box, self._tokenizer.new_decoder, self._acknowledge, self._close_request
+            )
+            self._enter(request, box)
+            if isinstance(prompt, str):
+                if encoded is None:
+                    self._encode_later(request, prompt)
+                else:
+                    self._tokenized(request, encoded)
+            return stream
+        except BaseException:  # a caller that is interrupted here keeps no slot either
+            if request is None or not self._command(lambda: self._close_in_engine(request)):
+                self.admission.release(ticket, self._clock())
+            raise
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: tuple[str, ...] = (),
+        ignore_eos: bool = False,
+    ) -> int:
+        """`submit` for readers that keep an id: pass it to `stream_text`, `stream_tokens` or `abort`."""
+        params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, ignore_eos)
+        stream = self.submit(prompt, params)
+        self._streams[stream.request_id] = stream
+        return stream.request_id
+
+    def stream_text(self, request_id: int) -> Iterator[str]:
+        """Pieces of text of a request from `add_request`, as they come."""
+        return self._stream(request_id).text()
+
+    def stream_tokens(self, request_id: int) -> Iterator[Token]:
+        """(token_id, engine_time_s) of a request from `add_request`, as they come."""
+        return self._stream(request_id).tokens()
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its reader sees the end. Ids that are unknown or over are ignored."""
+        self._command(lambda: self._core.abort(request_id, self._clock()))
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.close()
+
+    def new_mailbox(self) -> Mailbox:
+        """A mailbox that several submissions may share."""
+        return Mailbox(self._collector)
+
+    def acknowledge(self, stream: RequestStream) -> None:
+        """The terminal event of a stream in a shared mailbox was read: its slot is free."""
+        self._acknowledge(stream._request)
+
+    @property
+    def inflight(self) -> int:
+        """Slots taken now."""
+        return self.admission.inflight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are tokenising or wait for a seat, as of the last step."""
+        return len(self._core.scheduler.waiting)
+
+    def counts(self) -> AdmissionCounts:
+        """Admission's own account of the slots."""
+        return self.admission.counts()
+
+    def close(self, *, drain: bool = False) -> None:
+        """Refuses further requests and ends: at once, aborting what lives, or after finishing it (`drain`)."""
+        with self._gate:
+            first, self._closed = not self._closed, True
+            if first:
+                self._inbox.put((lambda: []) if drain else self._abort_all)
+        if self._pool is not None and first:
+            self._pool.close()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self.step() or not self._try_end():
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- engine's side ----
+
+    def step(self) -> bool:
+        """One turn of the loop: inbox, plan, compute, commit, publish. False when there was nothing to compute."""
+        self._take_inbox()
+        plan_start_s = self._clock()
+        for request in self._core.expire(plan_start_s):
+            self._streams.pop(request.request_id, None)
+        plan = self._core.plan(plan_start_s)
+        if plan is None:
+            return False
+        try:
+            result = self._executor.launch(plan).wait()
+        except Exception as error:
+            self._publish(self._core.fail_step(plan, error, self._clock()))
+            return True
+        scheduler = self._core.scheduler
+        waiting, running, kv_tokens = (
+            len(scheduler.waiting),
+            len(scheduler.running),
+            scheduler.kv_cache.used_tokens,
+        )
+        self._publish(self._core.commit(plan, result))
+        if self._on_step is not None:
+            self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), waiting, running, kv_tokens))
+        return True
+
+    def _run(self) -> None:
+        try:
+            while True:
+                if not self.step():
+                    if self._try_end():
+                        return
+                    self._wait_for_command()
+        except BaseException as error:
+            self._die(error)
+
+    def _try_end(self) -> bool:
+        """Ends the loop if it is closed and has nothing left; from then on nobody takes commands."""
+        with self._gate:
+            self._ended = self._closed and not len(self._core) and self._inbox.empty()
+            return self._ended
+
+    def _wait_for_command(self) -> None:
+        expiry_s = self._core.next_expiry_s()
+        timeout_s = None if expiry_s is None else max(0.0, expiry_s - self._clock())
+        try:
+            self._publish(self._inbox.get(timeout=timeout_s)())
+        except queue.Empty:
+            pass
+
+    def _take_inbox(self) -> None:
+        while not self._inbox.empty():  # this thread alone takes things out
+            self._publish(self._inbox.get()())
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        if events:
+            self._collector.publish(events)
+
+    def _abort_all(self) -> list[TokenEvent]:
+        now = self._clock()
+        return [event for request_id in self._core.live_ids() for event in self._core.abort(request_id, now)]
+
+    def _die(self, error: BaseException) -> None:
+        """The core itself failed and cannot be asked any more: everybody who waits for it gets the error."""
+        with self._gate:
+            self._died_of = error
+            self._closed = self._ended = True
+        self._collector.end_all(error, self._clock())
+
+    # ---- between the two ----
+
+    def _enter(self, request: Request, mailbox: Mailbox) -> None:
+        with self._gate:
+            if self._closed:
+                raise self._closed_error()
+            self._collector.open(request.request_id, mailbox)
+            self._inbox.put(lambda: self._core.submit(request))
+
+    def _command(self, command: Command) -> bool:
+        """Leaves a command for the engine thread; False if that has ended."""
+        with self._gate:
+            if not self._ended:
+                self._inbox.put(command)
+            return not self._ended
+
+    def _encode(self, text: str) -> list[int]:
+        with self._tokenizer_lock:
+            return self._tokenizer.encode(text)
+
+    def _encode_later(self, request: Request, text: str) -> None:
+        assert self._pool is not None
+        self._pool.encode(text, lambda result: self._tokenized(request, result))
+
+    def _tokenized(self, request: Request, result: list[int] | Exception) -> None:
+        now = self._clock()
+        if isinstance(result, Exception):
+            self._command(lambda: self._core.fail(request.request_id, result, self._clock()))
+        else:
+            self._command(lambda: self._core.tokenized(request.request_id, result, now))
+
+    def _closed_error(self) -> ManagerClosedError:
+        if self._died_of is None:
+            return ManagerClosedError("the manager is closed")
+        error = ManagerClosedError(f"the engine died: {self._died_of}")
+        error.__cause__ = self._died_of
+        return error
+
+    def _checked_ids(self, prompt: Sequence[int], params: SamplingParams) -> array[int]:
+        try:
+            ids = array("q", prompt)  # a copy of its own; refuses what is no whole number
+        except (TypeError, OverflowError) as error:
+            raise InputError("prompt", prompt, f"is neither text nor token ids ({error})") from error
+        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            raise InputError("prompt", [min(ids), max(ids)], f"token ids must lie in [0, {self._vocab_size})")
+        self._core.check_fits(len(ids), params.max_new_tokens)
+        return ids
+
+    def _stream(self, request_id: int) -> RequestStream:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            raise InputError("request_id", request_id, "unknown, already read, or given up unread")
+        return stream
+
+    def _acknowledge(self, request: Request) -> None:
+        self._streams.pop(request.request_id, None)
+        self._core.acknowledge(request, self._clock())
+
+    def _close_request(self, request: Request) -> None:
+        """The reader leaves: what still runs is aborted, what has ended unread is free at once."""
+        self._streams.pop(request.request_id, None)
+        if request.finish_reason is not None or not self._command(lambda: self._close_in_engine(request)):
+            self._core.acknowledge(request, self._clock())
+
+    def _close_in_engine(self, request: Request) -> list[TokenEvent]:
+        now = self._clock()
+        if request.finish_reason is not None or request.arrival < 0:  # it has ended, or was never entered
+            self._core.acknowledge(request, now)
+        return self._core.abort(request.request_id, now)

@@ -1,0 +1,121 @@
+"""What one request is: its sampling parameters, its state, its stamps, and the events that it sends out.
+
+All times are float seconds on the clock of whoever drives the core; None means "has not happened".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from roseinfer.errors import InputError
+
+if TYPE_CHECKING:
+    from roseinfer.admission import Ticket
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token, or a stop string
+    LENGTH = "length"  # max_new_tokens reached
+    ABORT = "abort"  # closed by its reader, or the manager was closed
+    ERROR = "error"  # tokeniser or engine failed; the event carries the exception
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen.
+
+    temperature 0 is greedy (argmax); top_k 0 and top_p 1.0 mean "off". The random number behind a token is
+    a function of (seed, position), so a stream does not depend on what it is batched with. `seed=None`
+    draws a seed at submission. `stop` strings end the text where they begin and are never part of it.
+    Raises InputError (a ValueError) on values out of range.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise InputError("max_new_tokens", self.max_new_tokens, "must be a whole number >= 1")
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
+            raise InputError("temperature", self.temperature, "must be a finite number >= 0 (0 is greedy)")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise InputError("top_k", self.top_k, "must be a whole number >= 0 (0 is off)")
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise InputError("top_p", self.top_p, "must lie in (0, 1]")
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
+            raise InputError("seed", self.seed, "must be a whole number in [0, 2**63), or None")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError("stop", self.stop, "must be a tuple of non-empty strings")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One admitted request. Owned by the core from submission on; readers get events, never this object's lists."""
+
+    request_id: int
+    params: SamplingParams
+    ticket: Ticket
+    seed: int  # params.seed, or the one drawn for it
+    prompt_ids: Sequence[int] | None  # None while its text is being tokenised
+
+    reserved_s: float
+    tokenized_s: float | None = None  # None for a prompt that came as token ids
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    arrival: int = -1  # place in submission order, set by the core
+    block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
+    num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
+    num_pending: int = 0  # launched steps that hold this request and are not committed yet
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens. Only asked of tokenised requests."""
+        assert self.prompt_ids is not None
+        return len(self.prompt_ids)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that its KV is reserved for."""
+        return self.prompt_len + self.params.max_new_tokens
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Every prompt token was handed to a step."""
+        return self.num_scheduled >= self.prompt_len
+
+
+class TokenEvent(NamedTuple):
+    """One token, or the end of a stream (`finish_reason` set), or both at once.
+
+    `token_id` is None in a terminal event without a token: abort or error. `time_s` is the engine's stamp.
+    """
+
+    request_id: int
+    token_id: int | None
+    time_s: float
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None

@@ -1,0 +1,161 @@
+"""The policy: which tokens of which requests go into the next step.
+
+One loop without phases. Every step has a budget of tokens and takes, in this order:
+  1. one token for every request that decodes,
+  2. the next chunk of the one request that is half-prefilled, if there is one,
+  3. waiting requests in submission order, as far as budget, seats and KV cache reach.
+A request still being tokenised is passed over and keeps its place. Nothing here is O(waiting).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from roseinfer.admission import Admission
+from roseinfer.errors import InputError, InvariantError
+from roseinfer.executor import Span, StepPlan
+from roseinfer.kv_cache import KVCache
+from roseinfer.request import Request
+
+
+class SchedulerLimits(NamedTuple):
+    """`max_active_requests=None` means that only batch size and KV cache bound what runs."""
+
+    max_batch_size: int
+    max_active_requests: int | None
+    max_num_batched_tokens: int
+
+    @property
+    def seats(self) -> int:
+        """Requests that may run at a time, KV cache permitting."""
+        return min(self.max_batch_size, self.max_active_requests or self.max_batch_size)
+
+    def check(self) -> None:
+        """Raises InputError on values that cannot work together."""
+        for name in ("max_batch_size", "max_active_requests", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InputError(name, value, "must be a whole number >= 1")
+        if self.max_num_batched_tokens <= self.max_batch_size:
+            # Else a full batch of decodes leaves no token for a prefill, for ever.
+            raise InputError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"must exceed max_batch_size ({self.max_batch_size})",
+            )
+
+
+class Scheduler:
+    """Waiting and running requests. Owned by one thread; knows no clock."""
+
+    def __init__(self, limits: SchedulerLimits, kv_cache: KVCache, admission: Admission) -> None:
+        limits.check()
+        self.limits = limits
+        self.kv_cache = kv_cache
+        self.admission = admission
+        self.waiting: dict[int, Request] = {}  # tokenising or ready
+        self.running: dict[int, Request] = {}
+        self._ready: list[tuple[int, Request]] = []  # heap by arrival; may hold requests that left `waiting`
+        self._half_prefilled: Request | None = None
+        self._arrivals = 0
+
+    def add(self, request: Request) -> None:
+        """Queues a request in its place; it can run once `ready` was told."""
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting[request.request_id] = request
+        if request.prompt_ids is not None:
+            self.ready(request)
+
+    def ready(self, request: Request) -> None:
+        """The request's prompt is tokenised."""
+        heapq.heappush(self._ready, (request.arrival, request))
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out wherever it is and frees its KV cache. Its steps must be committed."""
+        if self.waiting.pop(request.request_id, None) is None:
+            del self.running[request.request_id]
+            self.kv_cache.free(request.request_id)
+            request.block_table = []
+        if self._half_prefilled is request:
+            self._half_prefilled = None
+
+    @property
+    def has_ready(self) -> bool:
+        """Some tokenised request waits."""
+        return self._head() is not None
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can run. Stamps first_scheduled_s with `now`."""
+        budget = self.limits.max_num_batched_tokens
+        spans = []
+        for request in self.running.values():
+            if request is not self._half_prefilled and self._wants_token(request):
+                spans.append(_take(request, 1))
+                budget -= 1
+        if self._half_prefilled is not None and budget:
+            spans.append(self._take_prefill(self._half_prefilled, budget))
+            budget -= spans[-1].n_tokens
+        while budget and self._half_prefilled is None:
+            head = self._head()
+            if head is None or not self._admit(head, now):
+                break
+            spans.append(self._take_prefill(head, budget))
+            budget -= spans[-1].n_tokens
+        return StepPlan(spans) if spans else None
+
+    def check(self) -> None:
+        """Raises InvariantError when bookkeeping contradicts itself. For tests, after every step."""
+        self.kv_cache.check()
+        if self.waiting.keys() & self.running.keys():
+            raise InvariantError("a request waits and runs at the same time")
+        if len(self.running) > self.limits.seats:
+            raise InvariantError(f"{len(self.running)} requests run on {self.limits.seats} seats")
+        ready = {request.request_id for _, request in self._ready}
+        for request in self.waiting.values():
+            if request.prompt_ids is not None and request.request_id not in ready:
+                raise InvariantError(f"request {request.request_id} is tokenised, waits, and would never run")
+        for request in self.running.values():
+            half = not request.is_prefilled
+            if half and request is not self._half_prefilled:
+                raise InvariantError("more than one request is half-prefilled")
+            if request.num_scheduled > request.max_len:
+                raise InvariantError(f"request {request.request_id} was scheduled past its KV reservation")
+
+    def _head(self) -> Request | None:
+        while self._ready:
+            request = self._ready[0][1]
+            if request.request_id in self.waiting:
+                return request
+            heapq.heappop(self._ready)  # it ended while it waited
+        return None
+
+    def _admit(self, head: Request, now: float) -> bool:
+        """Moves the head of the queue to running if a seat and its whole KV cache are free."""
+        if len(self.running) >= self.limits.seats or not self.kv_cache.can_allocate(head.max_len):
+            return False
+        if not self.admission.start(head.ticket):
+            raise InvariantError(f"request {head.request_id} waits without a slot")
+        heapq.heappop(self._ready)
+        del self.waiting[head.request_id]
+        self.running[head.request_id] = head
+        head.block_table = self.kv_cache.allocate(head.request_id, head.max_len)
+        head.first_scheduled_s = now
+        return True
+
+    def _take_prefill(self, request: Request, budget: int) -> Span:
+        span = _take(request, min(request.prompt_len - request.num_scheduled, budget))
+        self._half_prefilled = None if request.is_prefilled else request
+        return span
+
+    @staticmethod
+    def _wants_token(request: Request) -> bool:
+        return len(request.output_ids) + request.num_pending < request.params.max_new_tokens
+
+
+def _take(request: Request, n_tokens: int) -> Span:
+    start = request.num_scheduled
+    request.num_scheduled += n_tokens
+    request.num_pending += 1
+    return Span(request, start, n_tokens, samples=request.is_prefilled)

@@ -1,0 +1,1 @@
+"""The core on a virtual clock: no threads, no torch, no sleeping."""

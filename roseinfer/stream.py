@@ -1,0 +1,269 @@
+"""How tokens reach their readers: one collector, mailboxes, and the stream of a single request.
+
+The engine publishes a step's events at once. A mailbox belongs to one stream, or is shared by many (the
+benchmark reads all of its streams from one). A reader that stalls costs what its request may still produce,
+max_new_tokens events, and delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from roseinfer.errors import RequestFailedError
+from roseinfer.executor import IncrementalDecoder
+from roseinfer.request import FinishReason, Request, TokenEvent
+from roseinfer.tokenization import StopMatcher
+
+
+class Collector:
+    """Distributes published events to mailboxes: one lock and one wake-up a step, whatever the number of streams."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition(threading.Lock())
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._async_readers: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, asyncio.Future[None]]]] = {}
+
+    def __len__(self) -> int:
+        """Streams whose terminal event was not published yet."""
+        return len(self._mailboxes)
+
+    def open(self, request_id: int, mailbox: Mailbox) -> None:
+        """Events of this request go to `mailbox` until its terminal one."""
+        with self._condition:
+            self._mailboxes[request_id] = mailbox
+
+    def end_all(self, error: BaseException, now: float) -> None:
+        """The engine is dead: every open stream ends with the error."""
+        self.publish(
+            [
+                TokenEvent(request_id, None, now, FinishReason.ERROR, error)
+                for request_id in list(self._mailboxes)
+            ]
+        )
+
+    def publish(self, events: list[TokenEvent]) -> None:
+        """Delivers a step's events. Called by the engine thread."""
+        with self._condition:
+            for event in events:
+                if event.finish_reason is None:
+                    self._mailboxes[event.request_id]._events.append(event)
+                else:
+                    self._mailboxes.pop(event.request_id)._events.append(event)
+            self._condition.notify_all()
+            woken = {loop: self._take_served(loop) for loop in list(self._async_readers)}
+        for loop, futures in woken.items():
+            if futures:
+                try:
+                    loop.call_soon_threadsafe(_wake, futures)
+                except RuntimeError:
+                    pass  # the loop was closed, and its readers with it
+
+    def _take_served(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Future[None]]:
+        readers = self._async_readers.pop(loop)
+        still_waiting = [(mailbox, future) for mailbox, future in readers if not mailbox._events]
+        if still_waiting:
+            self._async_readers[loop] = still_waiting
+        return [future for mailbox, future in readers if mailbox._events]
+
+    def _drop_reader(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+        with self._condition:
+            readers = [entry for entry in self._async_readers.pop(loop, []) if entry[1] is not future]
+            if readers:
+                self._async_readers[loop] = readers
+
+
+class Mailbox:
+    """Events in order of publication, taken all at once."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._events: list[TokenEvent] = []
+
+    def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """Everything that came, waiting for something if need be; [] after `timeout_s` seconds of nothing."""
+        with self._collector._condition:
+            self._collector._condition.wait_for(lambda: self._events, timeout_s)
+            return self._take_all()
+
+    async def take_async(self) -> list[TokenEvent]:
+        """Everything that came, waiting for something if need be, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        with self._collector._condition:
+            if self._events:
+                return self._take_all()
+            future: asyncio.Future[None] = loop.create_future()
+            self._collector._async_readers.setdefault(loop, []).append((self, future))
+        try:
+            await future
+        finally:
+            if future.cancelled():
+                self._collector._drop_reader(loop, future)
+        with self._collector._condition:
+            return self._take_all()
+
+    def _take_all(self) -> list[TokenEvent]:
+        events, self._events = self._events, []
+        return events
+
+
+class Token(NamedTuple):
+    token_id: int
+    engine_time_s: float
+
+
+class Timings(NamedTuple):
+    """A request's stamps in seconds of the manager's clock, None for what did not happen."""
+
+    reserved_s: float
+    tokenized_s: float | None
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    finished_s: float | None
+    released_s: float | None
+
+
+class RequestStream:
+    """The output of one request, for one reader.
+
+    The slot of the request is free once its terminal event was taken, or after `close`. Leaving an iteration
+    early closes the stream. Iterating raises RequestFailedError if the request ended with an error.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        mailbox: Mailbox,
+        new_decoder: Callable[[], IncrementalDecoder],
+        acknowledge: Callable[[Request], None],
+        close: Callable[[Request], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self.finish_reason: FinishReason | None = None
+        self._request = request
+        self._mailbox = mailbox
+        self._new_decoder = new_decoder
+        self._acknowledge = acknowledge
+        self._close = close
+        self._pending: list[
+            TokenEvent
+        ] = []  # taken from the mailbox, not yet handed to the reader; last first
+
+    @property
+    def timings(self) -> Timings:
+        r = self._request
+        return Timings(
+            r.reserved_s,
+            r.tokenized_s,
+            r.first_scheduled_s,
+            r.first_token_s,
+            r.last_token_s,
+            r.finished_s,
+            r.ticket.released_s,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the request if it still runs, and frees its slot. Harmless when repeated."""
+        if self.finish_reason is None:
+            self.finish_reason = FinishReason.ABORT
+            self._close(self._request)
+
+    def tokens(self) -> Iterator[Token]:
+        """Tokens as they come. With stop strings, ends with the token that completes one."""
+        for token, _ in self._read(want_text=False):
+            if token is not None:
+                yield token
+
+    def text(self) -> Iterator[str]:
+        """Text as it comes, never half a character and nothing of a stop string; no empty pieces."""
+        for _, piece in self._read(want_text=True):
+            if piece:
+                yield piece
+
+    async def tokens_async(self) -> AsyncIterator[Token]:
+        """`tokens` for an event loop."""
+        async for token, _ in self._read_async(want_text=False):
+            if token is not None:
+                yield token
+
+    async def text_async(self) -> AsyncIterator[str]:
+        """`text` for an event loop."""
+        async for _, piece in self._read_async(want_text=True):
+            if piece:
+                yield piece
+
+    def _read(self, *, want_text: bool) -> Iterator[tuple[Token | None, str]]:
+        text = self._text_maker(want_text)
+        try:
+            while self.finish_reason is None:
+                if not self._pending:
+                    self._pending = self._mailbox.take()[::-1]
+                yield self._handle(self._pending.pop(), text)
+        finally:
+            self.close()
+
+    async def _read_async(self, *, want_text: bool) -> AsyncIterator[tuple[Token | None, str]]:
+        text = self._text_maker(want_text)
+        try:
+            while self.finish_reason is None:
+                if not self._pending:
+                    self._pending = (await self._mailbox.take_async())[::-1]
+                yield self._handle(self._pending.pop(), text)
+        finally:
+            self.close()
+
+    def _text_maker(self, want_text: bool) -> _TextMaker | None:
+        stop = self._request.params.stop
+        return _TextMaker(self._new_decoder(), stop) if want_text or stop else None
+
+    def _handle(self, event: TokenEvent, text: _TextMaker | None) -> tuple[Token | None, str]:
+        """What one event gives the reader. The slot is free before the last token is handed out."""
+        piece = "" if text is None or event.token_id is None else text.add(event.token_id)
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason
+            self._acknowledge(self._request)
+            if event.error is not None:
+                raise RequestFailedError(self.request_id, str(event.error)) from event.error
+            if text is not None:
+                piece += text.finish()
+        if text is not None and text.stopped:
+            if self.finish_reason is None:
+                self._close(self._request)
+            self.finish_reason = FinishReason.STOP
+        return None if event.token_id is None else Token(event.token_id, event.time_s), piece
+
+
+class _TextMaker:
+    """Ids to text that is safe to show, without stop strings."""
+
+    def __init__(self, decoder: IncrementalDecoder, stop: tuple[str, ...]) -> None:
+        self._decoder = decoder
+        self._matcher = StopMatcher(stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher.stopped
+
+    def add(self, token_id: int) -> str:
+        return self._matcher.push(self._decoder.step(token_id))
+
+    def finish(self) -> str:
+        return self._matcher.push(self._decoder.finish()) + self._matcher.finish()
+
+
+def _wake(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
