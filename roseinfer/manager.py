@@ -104,7 +104,7 @@ class SchedulerManager:
         self._clock = clock
         self._on_step = on_step
         self._collector = Collector()
-        self._streams: dict[int, RequestStream] = {}  # those that add_request gave an id for
+        self._streams: dict[int, RequestStream] = {}  # known by id: from add_request, or in a shared mailbox
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._gate = threading.Lock()  # guards the two flags below and every entry into the inbox
@@ -151,6 +151,8 @@ class SchedulerManager:
             stream = RequestStream(
                 request, box, self._tokenizer.new_decoder, self._acknowledge, self._close_request
             )
+            if mailbox is not None:
+                self._streams[request.request_id] = stream  # before its reader can see an event of it
             self._enter(request, box)
             if isinstance(prompt, str):
                 if encoded is None:
@@ -159,6 +161,8 @@ class SchedulerManager:
                     self._tokenized(request, encoded)
             return stream
         except BaseException:  # a caller that is interrupted here keeps no slot either
+            if request is not None:
+                self._streams.pop(request.request_id, None)
             if request is None or not self._command(lambda: self._close_in_engine(request)):
                 self.admission.release(ticket, self._clock())
             raise
@@ -200,9 +204,11 @@ class SchedulerManager:
         """A mailbox that several submissions may share."""
         return Mailbox(self._collector)
 
-    def acknowledge(self, stream: RequestStream) -> None:
-        """The terminal event of a stream in a shared mailbox was read: its slot is free."""
-        self._acknowledge(stream._request)
+    def acknowledge(self, request_id: int) -> None:
+        """The terminal event of a request was taken from a shared mailbox: its slot is free."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._acknowledge(stream._request)
 
     @property
     def inflight(self) -> int:

@@ -12,6 +12,7 @@ from roseinfer.errors import ModelError
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_MODELS = ("builtin:gpt2",)
+BUILTIN_CONTEXT_TOKENS = 1024
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -83,3 +84,15 @@ def _check_gguf(model: str, path: Path) -> None:
         raise ModelError("model", model, f"cannot be read: {error.strerror}") from None
     if magic != _GGUF_MAGIC:
         raise ModelError("model", model, "not a GGUF file; other single files are not read")
+
+
+def known_context(source: ModelSource) -> int | None:
+    """Tokens that the model's context holds, as far as can be told without loading it."""
+    if source.kind is SourceKind.BUILTIN:
+        return BUILTIN_CONTEXT_TOKENS
+    if source.kind is SourceKind.FOLDER:
+        assert source.path is not None
+        config = json.loads((source.path / "config.json").read_bytes())
+        tokens = config.get("max_position_embeddings", config.get("n_positions"))
+        return tokens if isinstance(tokens, int) else None
+    return None

@@ -154,6 +154,16 @@ class RequestStream:
         ] = []  # taken from the mailbox, not yet handed to the reader; last first
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt, None until it is tokenised."""
+        return None if self._request.prompt_ids is None else len(self._request.prompt_ids)
+
+    @property
+    def inflight_before(self) -> int:
+        """Requests in flight that this one met when it got its slot."""
+        return self._request.ticket.inflight_before
+
+    @property
     def timings(self) -> Timings:
         r = self._request
         return Timings(

@@ -17,7 +17,7 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -153,7 +153,11 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
     return r.assign(**derived)
 
 
-def token_gaps_s(token_times_s: pd.Series[object]) -> np.ndarray:
+def token_gaps_s(token_times_s: pd.Series[Any]) -> np.ndarray:
     """All gaps between consecutive tokens (ITL), pooled over requests: float64[sum of (tokens - 1)]."""
-    gaps = [np.diff(np.asarray(times, dtype=np.float64)) for times in token_times_s if times is not None]
-    return np.concatenate(gaps) if gaps else np.empty(0)
+    answers = [times for times in token_times_s.dropna() if len(times)]
+    if not answers:
+        return np.empty(0)
+    gaps = np.diff(np.concatenate(answers))
+    last_tokens = np.cumsum([len(times) for times in answers])[:-1] - 1
+    return np.delete(gaps, last_tokens)  # from one answer to the next is no gap

@@ -1,0 +1,398 @@
+"""The folder of a run: `results/<experiment>/<run_id>/`.
+
+    run.json             the manifest, schema_version, status ("running" or "done"); once compacted, the facts
+    cells/<cell>@<n>/    while it runs: requests.parquet, steps.parquet, facts.json of one cell and repeat
+    requests.parquet, steps.parquet, summary.parquet, workload.parquet        once compacted
+
+Whatever is written is first written aside, under a hidden name, and renamed once when it is whole. As long as
+`cells/` exists it is the truth and the compacted files are not read; it goes last, by one rename. So a run
+that is killed at any moment is whole, but for the cell that was running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roseinfer.bench.records import REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA
+from roseinfer.errors import InputError, InvariantError, RunError
+
+CellKey = tuple[str, int]
+"""(cell_id, repeat)"""
+
+_OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
+_SCHEMAS: Final = {"requests.parquet": REQUEST_SCHEMA, "steps.parquet": STEP_SCHEMA}
+_METADATA: Final = {"schema_version": str(SCHEMA_VERSION)}
+_MACHINE_KEYS: Final = ("cpu_model", "cores_usable", "thread_env")
+
+
+def new_run_id(now: datetime) -> str:
+    """The UTC second of `now` and four random hex digits, e.g. `20261129T231500Z-3fa9`."""
+    return f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+def check_writable(output_dir: Path) -> None:
+    """Raise InputError if no run could be written below `output_dir`. Leaves nothing behind, not even it."""
+    try:
+        folders = (output_dir, *output_dir.parents)
+        nearest = next((folder for folder in folders if folder.exists()), output_dir)
+        with tempfile.TemporaryFile(dir=nearest) as probe:
+            probe.write(bytes(4096))  # a full disk still hands out empty files
+    except OSError as error:
+        raise InputError("--output-dir", str(output_dir), _reason(error)) from error
+
+
+class RunFolder:
+    """One run on disk. `path` is its folder, `run_id` and `experiment` are its names."""
+
+    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+        self.path = path
+        self._run = run
+
+    @classmethod
+    def create(
+        cls, output_dir: Path, experiment: str, run_id: str, manifest: Mapping[str, object]
+    ) -> RunFolder:
+        """A new folder that holds run.json and no cells.
+
+        Raises InputError for a name that is no folder name, an existing run id, or an output folder that
+        cannot be written; then nothing that was made here is left.
+        """
+        _check_name("--experiment-name", experiment)
+        _check_name("--run-id", run_id)
+        if taken := manifest.keys() & set(_OWN_KEYS):
+            raise InvariantError(f"the manifest may not set {sorted(taken)}")
+        names = {"schema_version": SCHEMA_VERSION, "run_id": run_id, "experiment": experiment}
+        run = {**names, "status": "running", **_plain(manifest)}
+        path = output_dir / experiment / run_id
+        try:
+            with ExitStack() as undo:
+                for folder in reversed(path.parents):
+                    if not folder.exists():
+                        folder.mkdir(exist_ok=True)
+                        undo.callback(_remove_if_empty, folder)
+                try:
+                    path.mkdir()  # never exist_ok: of two runs with one id the second must stop here
+                except FileExistsError:
+                    raise InputError("--run-id", run_id, f"{experiment} has a run of this id") from None
+                undo.callback(shutil.rmtree, path, ignore_errors=True)
+                (path / "cells").mkdir()
+                _write_json(path / "run.json", run)
+                undo.pop_all()
+        except OSError as error:
+            raise InputError("--output-dir", str(output_dir), _reason(error)) from error
+        return cls(path, run)
+
+    @classmethod
+    def open(cls, path: Path, name: str = "RUN") -> RunFolder:
+        """The run at `path`, to read it; it may still be running elsewhere.
+
+        Raises InputError(name, path) where there is no run.json of a schema that this version knows.
+        """
+        try:
+            run = json.loads((path / "run.json").read_bytes())
+        except OSError as error:
+            raise InputError(name, str(path), f"no run to read here: run.json: {_reason(error)}") from error
+        except ValueError as error:
+            raise InputError(name, str(path), "its run.json is not valid JSON") from error
+        version = run.get("schema_version") if isinstance(run, dict) else None
+        if version != SCHEMA_VERSION:
+            raise InputError(
+                name, str(path), f"schema version {version!r}; this roseinfer reads {SCHEMA_VERSION}"
+            )
+        folder = cls(path, run)
+        if folder.is_compacted and "facts" not in run:
+            raise InputError(name, str(path), "its cells are gone and it was never compacted")
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path) -> RunFolder:
+        """`open`, to go on with the run: what a killed process left half-written is removed."""
+        folder = cls.open(path, "--resume")
+        with folder._reported("could not remove what a killed run left"):
+            for leftover in [*path.glob(".*.aside"), *path.glob("cells/.*.aside")]:
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+        return folder
+
+    @property
+    def run_id(self) -> str:
+        return str(self._run["run_id"])
+
+    @property
+    def experiment(self) -> str:
+        return str(self._run["experiment"])
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._run["status"] == "done")
+
+    @property
+    def is_compacted(self) -> bool:
+        return not (self.path / "cells").is_dir()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What `create` was given, as JSON holds it."""
+        return {key: value for key, value in self._run.items() if key not in _OWN_KEYS}
+
+    def finished_cells(self) -> set[CellKey]:
+        """The cells and repeats that are on disk, whole."""
+        if self.is_compacted:
+            return {(entry["cell_id"], entry["repeat"]) for entry in self._run["facts"]}
+        return {_cell_key(cell) for cell in self._cell_folders()}
+
+    def write_cell(
+        self,
+        cell_id: str,
+        repeat: int,
+        requests: pd.DataFrame,
+        steps: pd.DataFrame,
+        facts: Mapping[str, object],
+    ) -> None:
+        """Save one cell and repeat, all of it or nothing.
+
+        `requests` and `steps` hold columns of REQUEST_SCHEMA and STEP_SCHEMA. The key columns (run_id,
+        cell_id, repeat) are set here; a missing column was not measured and becomes null, as NaN does.
+        `facts` is any JSON, numpy numbers included. Raises RunError where the disk does not take it,
+        InvariantError for an unknown column or for a cell that is there already.
+        """
+        _check_name("cell_id", cell_id)
+        cell = self.path / "cells" / f"{cell_id}@{repeat}"
+        if self.is_compacted or cell.exists():
+            raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
+        key: dict[str, Any] = {"run_id": self.run_id, "cell_id": cell_id, "repeat": repeat}
+        tables = {
+            "requests.parquet": _table(requests.assign(**key), REQUEST_SCHEMA),
+            "steps.parquet": _table(steps.assign(**key), STEP_SCHEMA),
+        }
+        with self._reported(f"could not save {cell.name}"), _made_aside(cell) as aside:
+            aside.mkdir()
+            for name, table in tables.items():
+                _write_parquet(aside / name, table.schema, [table])
+            _write_json(aside / "facts.json", facts)
+
+    def compact(self, summary: pd.DataFrame, workload: pd.DataFrame | None) -> None:
+        """Turn the cells into one file a kind, and add `summary` and `workload` (None: there is none).
+
+        Memory holds one cell at a time. Repeating it, after a kill or to replace the summary, is harmless.
+        Afterwards no cell can be added. Raises RunError where the disk does not take it; the cells are still
+        there then.
+        """
+        with self._reported("could not compact the cells"):
+            frames = {"summary.parquet": summary, "workload.parquet": workload}
+            for name, frame in frames.items():
+                if frame is not None:
+                    table = pa.Table.from_pandas(frame, preserve_index=False)
+                    table = table.replace_schema_metadata({**table.schema.metadata, **_METADATA})
+                    _write_parquet(self.path / name, table.schema, [table])
+            if self.is_compacted:
+                return
+            cells = self._cell_folders()
+            for name, schema in _SCHEMAS.items():
+                tables = (_read_parquet(cell / name) for cell in cells)
+                _write_parquet(self.path / name, schema.with_metadata(_METADATA), tables)
+            facts = [
+                {"cell_id": cell_id, "repeat": repeat, "facts": facts}
+                for (cell_id, repeat), facts in self.read_facts().items()
+            ]
+            self._rewrite({"facts": facts})
+            removed = self.path / ".cells.aside"
+            (self.path / "cells").replace(removed)
+            shutil.rmtree(removed, ignore_errors=True)  # the run is whole without: `resume` clears what stays
+
+    def mark_done(self) -> None:
+        """Nothing is left to measure."""
+        with self._reported("could not mark the run as done"):
+            self._rewrite({"status": "done"})
+
+    def read_requests(self) -> pd.DataFrame:
+        """One row per offered request, by (cell_id, repeat). Integer columns with nulls come as float64."""
+        return self._read("requests.parquet")
+
+    def read_steps(self) -> pd.DataFrame:
+        """One row per engine step, by (cell_id, repeat)."""
+        return self._read("steps.parquet")
+
+    def read_summary(self) -> pd.DataFrame | None:
+        """The summary given to `compact`; None before: make it from `read_requests` then."""
+        if not self.is_compacted:
+            return None
+        with self._reported("could not read summary.parquet"):
+            summary: pd.DataFrame = _read_parquet(self.path / "summary.parquet").to_pandas()
+            return summary
+
+    def read_facts(self) -> dict[CellKey, dict[str, Any]]:
+        """The facts of every cell and repeat on disk, ordered by (cell_id, repeat)."""
+        if self.is_compacted:
+            return {(entry["cell_id"], entry["repeat"]): entry["facts"] for entry in self._run["facts"]}
+        with self._reported("could not read the facts"):
+            cells = self._cell_folders()
+            return {_cell_key(cell): json.loads((cell / "facts.json").read_bytes()) for cell in cells}
+
+    def _cell_folders(self) -> list[Path]:
+        return sorted((cell for cell in self.path.glob("cells/[!.]*@*")), key=_cell_key)
+
+    def _read(self, name: str) -> pd.DataFrame:
+        with self._reported(f"could not read {name}"):
+            files = (
+                [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
+            )
+            tables = [_SCHEMAS[name].empty_table(), *map(_read_parquet, files)]
+            rows: pd.DataFrame = pa.concat_tables(tables).to_pandas()
+            return rows
+
+    def _rewrite(self, changes: Mapping[str, object]) -> None:
+        run = {**self._run, **changes}
+        _write_json(self.path / "run.json", run)
+        self._run = run
+
+    @contextmanager
+    def _reported(self, failure: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            raise RunError(f"{self.path.name}: {failure}: {_reason(error)}") from error
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What keeps a run begun as `old` from going on as `new`, in plain words; empty when it may.
+
+    Compared of the two manifests: `configuration` (flag name to value), `workload_sha256`, `model` (a
+    mapping), and of `environment` (as `describe_environment` gives it) the code and what of the machine
+    decides how fast it computes.
+    """
+    before, after = _plain(old), _plain(new)
+    environments = before.get("environment", {}), after.get("environment", {})
+    found = _changed("--{}", before.get("configuration", {}), after.get("configuration", {}))
+    if before.get("workload_sha256") != after.get("workload_sha256"):
+        found.append("the workload is another one (other arrivals, lengths or prompts)")
+    found += _changed("model {}", before.get("model", {}), after.get("model", {}))
+    # The sources decide, not the commit: uncommitted edits count, a commit that only touched a text does not.
+    codes = [environment.get("source_sha256") for environment in environments]
+    if codes[0] != codes[1]:
+        commits = [(environment.get("git") or {}).get("commit") for environment in environments]
+        known = f" (git commit {commits[0]}, now {commits[1]})" if commits[0] != commits[1] else ""
+        found.append(f"the code of roseinfer changed{known}")
+    found += _changed("version of {}", *(environment.get("versions", {}) for environment in environments))
+    machines = [{key: environment.get(key) for key in _MACHINE_KEYS} for environment in environments]
+    return found + _changed("machine's {}", *machines)
+
+
+def _changed(wording: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{wording.format(key.replace('_', '-'))} was {_shown(old.get(key))}, now {_shown(new.get(key))}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, list):
+        return ",".join(map(_shown, value))
+    if isinstance(value, dict):
+        return " ".join(f"{key}={_shown(part)}" for key, part in value.items()) or "not set"
+    return str(value)
+
+
+def _check_name(name: str, value: str) -> None:
+    if not value or value.startswith(".") or "/" in value or "\\" in value or not value.isprintable():
+        raise InputError(name, value, "not a plain folder name")
+
+
+def _cell_key(cell: Path) -> CellKey:
+    cell_id, _, repeat = cell.name.rpartition("@")
+    return cell_id, int(repeat)
+
+
+def _reason(error: Exception) -> str:
+    strerror = getattr(error, "strerror", None)
+    return strerror or str(error).partition("\n")[0] or type(error).__name__
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON would give it back: NaN is null, tuples are lists, numpy scalars are numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, float) and np.isnan(value):
+        return None
+    return value
+
+
+def _table(frame: pd.DataFrame, schema: Any) -> Any:
+    if unknown := set(frame.columns) - set(schema.names):
+        raise InvariantError(f"columns that the record does not know: {sorted(unknown)}")
+    columns = [
+        # Column by column: arrow takes no missing column, and NaN alone for no string or list.
+        pa.nulls(len(frame), field.type)
+        if field.name not in frame or frame[field.name].isna().all()
+        else pa.Array.from_pandas(frame[field.name], type=field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema.with_metadata(_METADATA))
+
+
+@contextmanager
+def _made_aside(path: Path) -> Iterator[Path]:
+    """The hidden name under which to make `path`; renamed at the end, or removed if that is not reached."""
+    aside = path.with_name(f".{path.name}.aside")
+    try:
+        yield aside
+        aside.replace(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[bytes]]:
+    with _made_aside(path) as aside, aside.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    text = json.dumps(_plain(value), indent=1, allow_nan=False)
+    with _written(path) as file:
+        file.write(text.encode())
+
+
+def _write_parquet(path: Path, schema: Any, tables: Iterable[Any]) -> None:
+    """One row group a table, so that one cell of a long run can be read alone."""
+    with _written(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def _read_parquet(path: Path) -> Any:
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,147 @@
+"""InferenceEngine: a loaded model, ready to make executors and tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype
+from roseinfer.engine.executor import TorchExecutor
+from roseinfer.engine.kv import KVPool
+from roseinfer.engine.linear import pack_linears
+from roseinfer.engine.loading import LoadedModel, load_model
+from roseinfer.engine.probe import probe
+from roseinfer.errors import InputError, ModelError
+from roseinfer.executor import KV_BLOCK_TOKENS, Clock
+from roseinfer.model_source import check_model_source
+from roseinfer.tokenization import FastTokenizer
+
+_CPU_BATCHED_TOKENS = 512
+_CUDA_BATCHED_TOKENS = 8192
+_CPU_KV_BYTES = 2 * 2**30
+_CUDA_KV_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What was loaded and how it is computed; plain values, stored with every run."""
+
+    model: str  # as its user named it
+    architecture: str
+    weights: str  # "real" or "random (seed N)"
+    parameters: int
+    context_length: int  # the model's own, in tokens
+    max_model_len: int  # what is served of it
+    device: str
+    device_name: str
+    dtype: str  # computed in
+    num_threads: int  # of one operator, on CPU
+    linear_kernels: str  # "packed (oneDNN)" or "plain"
+
+
+class InferenceEngine:
+    """Implements `roseinfer.executor.Engine` with torch and transformers. Make one with `from_pretrained`."""
+
+    def __init__(self, loaded: LoadedModel, *, name: str, max_model_len: int | None = None) -> None:
+        """Takes over `loaded`: its attention and, on CPU, its linear layers are replaced.
+
+        Raises ModelError for a model that this engine would not compute faithfully.
+        """
+        model = loaded.model
+        config = model.config.get_text_config()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype = next(model.parameters()).dtype
+        context_length = getattr(config, "max_position_embeddings", None)
+        if context_length is None:
+            raise ModelError("model", name, "its config names no max_position_embeddings")
+        self._max_model_len = _checked_len(max_model_len, context_length)
+        self._vocab_size = int(model.get_input_embeddings().num_embeddings)
+        layers = probe(model, name, self._max_model_len)
+        packed = model.device.type == "cpu" and pack_linears(model)
+        self._model = model
+        self._tokenizer = loaded.tokenizer
+        self._eos_token_ids = loaded.eos_token_ids
+        self._kv = KVPool(layers, model.device, dtype)
+        self.description = EngineDescription(
+            model=name,
+            architecture=type(model).__name__,
+            weights=loaded.weights,
+            parameters=parameters,
+            context_length=context_length,
+            max_model_len=self._max_model_len,
+            device=model.device.type,
+            device_name=device_name(model.device),
+            dtype=dtype_name(dtype),
+            num_threads=torch.get_num_threads(),
+            linear_kernels="packed (oneDNN)" if packed else "plain",
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        num_threads: int | None = None,
+    ) -> InferenceEngine:
+        """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
+
+        device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32 or bf16. max_model_len: tokens
+        a request may span, None for the model's context. num_threads: of torch in this process, None leaves them.
+        Raises InputError for values that cannot work, ModelError for a model that cannot.
+        """
+        source = check_model_source(model)
+        if num_threads is not None:
+            if num_threads < 1:
+                raise InputError("num_threads", num_threads, "must be at least 1")
+            torch.set_num_threads(num_threads)
+        on = resolve_device(device)
+        loaded = load_model(source, on, resolve_dtype(dtype, on))
+        return cls(loaded, name=model, max_model_len=max_model_len)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    def default_num_batched_tokens(self, max_batch_size: int) -> int:
+        """Large enough for products at full speed, small enough that decodes do not wait long behind a prefill."""
+        base = _CUDA_BATCHED_TOKENS if self._model.device.type == "cuda" else _CPU_BATCHED_TOKENS
+        return max(base, 2 * max_batch_size)
+
+    def default_kv_cache_tokens(self, max_batch_size: int) -> int:
+        """A full batch of full contexts, or what a fair share of memory holds; a whole number of blocks."""
+        if self._model.device.type == "cuda":
+            share = int(_CUDA_KV_SHARE * torch.cuda.mem_get_info(self._model.device)[0])
+        else:
+            share = _CPU_KV_BYTES
+        tokens = min(max_batch_size * self._max_model_len, share // self._kv.bytes_per_token)
+        blocks = -(-max(tokens, self._max_model_len) // KV_BLOCK_TOKENS)
+        return blocks * KV_BLOCK_TOKENS
+
+    def make_tokenizer(self) -> FastTokenizer:
+        return self._tokenizer.clone()
+
+    def make_executor(self, *, num_kv_blocks: int, max_batch_size: int, clock: Clock) -> TorchExecutor:
+        """An executor of its own KV. Drop the last one before making the next: then its memory is used again."""
+        executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
+        self._kv.lend(executor)
+        return executor
+
+
+def _checked_len(max_model_len: int | None, context_length: int) -> int:
+    if max_model_len is None:
+        return context_length
+    if not 2 <= max_model_len <= context_length:
+        raise InputError("max_model_len", max_model_len, f"must lie between 2 and the context, {context_length}")
+    return max_model_len

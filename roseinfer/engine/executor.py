@@ -1,0 +1,69 @@
+"""Steps computed by torch: one packed row of tokens in, one token id per sampling span out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from roseinfer.engine.attention import STEP_ARGUMENT, LayerKV, build_step_context
+from roseinfer.engine.sampling import sample
+from roseinfer.executor import Clock, StepPlan, StepResult, step_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TorchExecutor:
+    """Implements `roseinfer.executor.Executor` on a loaded model and its KV tensors. Owned by one thread."""
+
+    def __init__(self, model: PreTrainedModel, kv: list[LayerKV], clock: Clock) -> None:
+        self._model = model
+        self._kv = kv
+        self._clock = clock
+        self._device = kv[0][0].device
+
+    def launch(self, plan: StepPlan) -> TorchStep:
+        """Starts a step. On CPU it is over when this returns; what it raises comes out here, not in wait()."""
+        exec_start_s = self._clock()
+        with torch.inference_mode():
+            return TorchStep(plan, self._compute(plan), exec_start_s, self._clock)
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Float logits [sampling spans, vocab] at the last position of every span that samples."""
+        ids = [token_id for span in plan.spans for token_id in step_token_ids(span)]
+        positions = np.concatenate([np.arange(span.start, span.start + span.n_tokens) for span in plan.spans])
+        ends = np.cumsum([span.n_tokens for span in plan.spans]) - 1
+        last = ends[[span.samples for span in plan.spans]]
+        context = build_step_context(plan, self._kv, self._device)
+        output = self._model(
+            input_ids=torch.tensor(ids, device=self._device)[None],
+            position_ids=torch.from_numpy(positions).to(self._device)[None],
+            logits_to_keep=torch.from_numpy(last).to(self._device),
+            use_cache=False,
+            **{STEP_ARGUMENT: context},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
+        sampling = [span.request for span in plan.spans if span.samples]
+        return sample(self.logits(plan), sampling)
+
+
+class TorchStep:
+    """A launched step. Implements `roseinfer.executor.StepHandle`."""
+
+    def __init__(self, plan: StepPlan, chosen: torch.Tensor, exec_start_s: float, clock: Clock) -> None:
+        self._plan = plan
+        self._chosen = chosen
+        self._exec_start_s = exec_start_s
+        self._clock = clock
+
+    def wait(self) -> StepResult:
+        """Blocks until the ids are on the host; the end stamp is taken then, never at launch."""
+        ids = iter(self._chosen.tolist())
+        exec_end_s = self._clock()
+        token_ids = [next(ids) if span.samples else None for span in self._plan.spans]
+        return StepResult(token_ids, self._exec_start_s, exec_end_s)

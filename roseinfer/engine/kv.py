@@ -1,0 +1,53 @@
+"""The physical KV cache: two tensors a layer, kept by the engine and lent to one executor after another."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from roseinfer.engine.attention import LayerKV
+from roseinfer.engine.probe import LayerShape
+from roseinfer.executor import KV_BLOCK_TOKENS
+
+
+class KVPool:
+    """Lends KV tensors. The next borrower of the same size gets the same memory once the last one is gone.
+
+    A sweep makes an executor per cell: fresh memory each time would put page faults into its first steps.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype) -> None:
+        self._layers = layers
+        self._device = device
+        self._dtype = dtype
+        self._kv: list[LayerKV] = []
+        self._num_blocks = 0
+        self._borrower: weakref.ref[object] | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers together."""
+        elements = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self._layers)
+        return elements * self._dtype.itemsize
+
+    def tensors(self, num_blocks: int) -> list[LayerKV]:
+        """Tensors for `num_blocks` blocks that nobody uses. Call `lend` with their new user."""
+        in_use = self._borrower is not None and self._borrower() is not None
+        if in_use or num_blocks != self._num_blocks:
+            self._kv = []  # free the old tensors before the new ones are made
+            self._kv = [self._layer(layer, num_blocks * KV_BLOCK_TOKENS) for layer in self._layers]
+            self._num_blocks = num_blocks
+        return self._kv
+
+    def lend(self, borrower: object) -> None:
+        """The tensors last given out belong to `borrower` for as long as it lives."""
+        self._borrower = weakref.ref(borrower)
+
+    def _layer(self, layer: LayerShape, num_slots: int) -> LayerKV:
+        # Zeros, not empty: masked slots still enter products, and memory may hold NaN. Pages come when written.
+        return (
+            torch.zeros(num_slots, layer.kv_heads, layer.key_dim, device=self._device, dtype=self._dtype),
+            torch.zeros(num_slots, layer.kv_heads, layer.value_dim, device=self._device, dtype=self._dtype),
+        )

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from roseinfer.bench.records import derive
+from roseinfer.bench.validity import CellFacts, check_cell, slots_freed_during_burst
+from tests.bench.rows import facts_of, measured
+
+
+def change(requests: pd.DataFrame, request_index: int, column: str, value: object) -> pd.DataFrame:
+    """A copy of `requests` with one cell replaced."""
+    changed = requests.copy()
+    changed.loc[changed["request_index"] == request_index, column] = value
+    return changed
+
+
+def the_reason(requests: pd.DataFrame, facts: CellFacts) -> str:
+    """The only sentence that the check has to say."""
+    (reason,) = check_cell(requests, facts)
+    return reason
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3, 8, 100])
+def test_a_faultless_burst_is_valid(limit: int | None) -> None:
+    burst = measured(limit=limit)
+    assert check_cell(burst, facts_of(burst)) == []
+
+
+def test_faultless_paced_arrivals_are_valid() -> None:
+    paced = measured(burst_size=100, interval_s=0.02)
+    assert check_cell(paced, facts_of(paced)) == []
+
+
+def test_derived_columns_do_not_disturb_the_check() -> None:
+    paced = derive(measured(burst_size=100, interval_s=0.02))
+    assert check_cell(paced, facts_of(paced)) == []
+
+
+def test_facts_survive_their_json() -> None:
+    facts = facts_of(measured(limit=None))
+    assert CellFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+# --- rows
+
+
+def test_a_lost_row_is_found() -> None:  # case D8
+    burst = measured(limit=3)
+    lost = burst[burst["request_index"] != 5]
+    assert check_cell(lost, facts_of(burst)) == [
+        "1 offered request of 8 without a row (request_index 5)",
+        "outcomes sum to 7, offered were 8",
+    ]
+
+
+def test_a_doubled_row_is_found() -> None:  # case D8
+    burst = measured(limit=3)
+    doubled = pd.concat([burst, burst[burst["request_index"] == 5]])
+    assert check_cell(doubled, facts_of(burst)) == [
+        "1 request with more than one row (request_index 5)",
+        "outcomes sum to 9, offered were 8",
+    ]
+
+
+def test_a_lost_row_is_not_made_good_by_a_doubled_one() -> None:  # case D8
+    burst = measured(limit=3)
+    assert check_cell(change(burst, 5, "request_index", 6), facts_of(burst)) == [
+        "1 offered request of 8 without a row (request_index 5)",
+        "1 request with more than one row (request_index 6)",
+    ]
+
+
+def test_a_row_that_was_never_offered_is_found() -> None:
+    burst = measured(limit=3)
+    reasons = check_cell(change(burst, 7, "request_index", 8), facts_of(burst))
+    assert "1 row of requests that were never offered (request_index 8)" in reasons
+
+
+@pytest.mark.parametrize("outcome", [None, "lost"])
+def test_a_row_without_a_known_outcome_is_found(outcome: str | None) -> None:
+    burst = measured(limit=3)
+    assert check_cell(change(burst, 2, "outcome", outcome), facts_of(burst)) == [
+        "1 row without a known outcome (request_index 2)",
+        "outcomes sum to 7, offered were 8",
+    ]
+
+
+# --- slots
+
+
+def test_more_in_flight_than_the_limit_is_found() -> None:
+    burst = measured(limit=3)
+    facts = replace(facts_of(burst), peak_inflight=4)
+    assert the_reason(burst, facts) == "4 requests were in flight at once, the limit is 3"
+
+
+def test_a_leaked_slot_is_found() -> None:
+    burst = measured(limit=3)
+    leaked = change(burst, 1, "released_s", np.nan)
+    assert the_reason(leaked, facts_of(leaked)) == "1 slot taken and never released (request_index 1)"
+
+
+def test_a_slot_given_back_that_nobody_took_is_found() -> None:
+    burst = change(measured(limit=3), 7, "released_s", 1.0)
+    assert "1 slot released and never taken (request_index 7)" in check_cell(burst, facts_of(burst))
+
+
+@pytest.mark.parametrize("error_s", [-0.001, 0.001, np.nan])
+def test_an_integral_that_disagrees_with_the_stamps_is_found(error_s: float) -> None:
+    burst = measured(limit=3)
+    facts = facts_of(burst)
+    wrong = replace(facts, inflight_integral_s=facts.inflight_integral_s + error_s)
+    assert "request-seconds in flight" in the_reason(burst, wrong)
+
+
+def test_the_integral_may_differ_by_the_clock_tolerance() -> None:
+    burst = measured(limit=3)
+    facts = facts_of(burst)
+    assert check_cell(burst, replace(facts, inflight_integral_s=facts.inflight_integral_s + 140e-6)) == []
+
+
+# --- stages
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ("scheduled_s", "permitted_s"),
+        ("permitted_s", "sent_s"),
+        ("sent_s", "reserved_s"),
+        ("reserved_s", "tokenized_s"),
+        ("reserved_s", "admitted_s"),
+        ("tokenized_s", "first_scheduled_s"),
+        ("first_scheduled_s", "first_token_s"),
+        ("first_token_s", "last_token_s"),
+        ("first_token_s", "received_first_s"),
+        ("last_token_s", "finished_s"),
+        ("last_token_s", "received_last_s"),
+        ("received_last_s", "ended_s"),
+        ("reserved_s", "released_s"),
+    ],
+)
+def test_each_stage_before_its_predecessor_is_found(earlier: str, later: str) -> None:
+    burst = measured(limit=3)
+    early = float(burst.loc[burst["request_index"] == 1, earlier].iloc[0]) - 1e-3
+    reasons = check_cell(change(burst, 1, later, early), facts_of(burst))
+    assert any(f"{later} before" in reason and "(request_index 1)" in reason for reason in reasons)
+
+
+def test_a_refusal_known_before_it_was_asked_for_is_found() -> None:
+    burst = change(measured(limit=3), 6, "rejected_s", -1.0)
+    assert the_reason(burst, facts_of(burst)) == (
+        "stages out of order: rejected_s before sent_s in 1 request (request_index 6)"
+    )
+
+
+def test_stages_are_compared_across_one_that_was_not_measured() -> None:
+    burst = measured(limit=3)
+    pretok = burst.assign(tokenized_s=np.nan)
+    assert check_cell(pretok, facts_of(pretok)) == []
+    early = change(pretok, 1, "first_scheduled_s", 0.0)
+    assert "first_scheduled_s before reserved_s" in the_reason(early, facts_of(early))
+
+
+# --- pacing
+
+
+def test_a_burst_sent_too_slowly_is_found() -> None:
+    burst = measured(limit=None)
+    late = change(burst, 7, "sent_s", burst["sent_s"].min() + 5.1e-3)
+    late = late.assign(reserved_s=late["sent_s"], admitted_s=late["sent_s"], tokenized_s=late["sent_s"])
+    assert the_reason(late, facts_of(late)) == (
+        "the burst of 8 due at 0.000 s took 5.1 ms to send, more than 5.0 ms"
+    )
+
+
+def test_a_large_burst_may_take_longer_to_send() -> None:
+    burst = measured(burst_size=64, limit=None)
+    late = burst.assign(sent_s=burst["sent_s"] + 9e-3 * (burst["request_index"] == 63))
+    late = late.assign(reserved_s=late["sent_s"], admitted_s=late["sent_s"], tokenized_s=late["sent_s"])
+    assert check_cell(late, facts_of(late)) == []
+
+
+def test_two_bursts_are_judged_one_by_one() -> None:
+    burst = measured(limit=None)
+    second = burst["request_index"] >= 4
+    stamps = [column for column in burst.columns if column.endswith("_s") and column != "token_times_s"]
+    apart = burst.copy()
+    apart.loc[second, stamps] = apart.loc[second, stamps] + 1.0
+    assert check_cell(apart, facts_of(apart)) == []
+
+
+def shifted(requests: pd.DataFrame, delay_s: pd.Series) -> pd.DataFrame:
+    """`requests` sent later by `delay_s` each, everything after the send with it."""
+    stamps = [
+        column
+        for column in requests.columns
+        if column.endswith("_s") and column not in {"scheduled_s", "permitted_s", "token_times_s"}
+    ]
+    return requests.assign(**{column: requests[column] + delay_s for column in stamps})
+
+
+def test_a_sender_that_falls_behind_is_found() -> None:
+    paced = measured(burst_size=100, interval_s=0.02, service_s=0.001)
+    late = shifted(paced, 0.01 + 0 * paced["sent_s"])
+    assert the_reason(late, facts_of(late)).startswith("p99 send lag 10.0 ms, more than")
+
+
+def test_one_late_send_of_a_hundred_is_no_fault() -> None:
+    paced = measured(burst_size=101, interval_s=0.02, service_s=0.001)
+    late = shifted(paced, 0.015 * (paced["request_index"] == 50))
+    assert check_cell(late, facts_of(late)) == []
+
+
+def test_a_schedule_that_was_stretched_is_found() -> None:
+    paced = measured(burst_size=100, interval_s=0.02, service_s=0.1)  # a slow server: much lag is allowed
+    late = shifted(paced, 0.03 * paced["scheduled_s"] / paced["scheduled_s"].max())
+    assert "requests were sent over 2010.0 ms, the schedule spans 1980.0 ms" in the_reason(
+        late, facts_of(late)
+    )
+
+
+def test_a_span_is_not_judged_while_a_cap_binds() -> None:
+    paced = measured(burst_size=100, interval_s=0.02, service_s=0.1)
+    late = shifted(paced, 0.03 * paced["scheduled_s"] / paced["scheduled_s"].max())
+    capped = late.assign(permitted_s=late["sent_s"])
+    assert check_cell(capped, facts_of(capped)) == []
+
+
+def test_a_short_span_may_differ_by_the_lag_that_is_allowed() -> None:
+    paced = measured(burst_size=10, interval_s=0.001)
+    late = shifted(paced, 0.0015 * (paced["request_index"] == 9))
+    assert check_cell(late, facts_of(late)) == []
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("outcome", ["error", "incomplete"])
+def test_too_many_failures_make_a_run_invalid(outcome: str) -> None:  # case D1
+    burst = measured(burst_size=100)
+    failed = change(change(burst, 3, "outcome", outcome), 4, "outcome", outcome)
+    assert "more than 1 % together" in the_reason(failed, facts_of(failed))
+
+
+def test_one_percent_of_failures_is_allowed() -> None:
+    burst = change(measured(burst_size=100), 3, "outcome", "error")
+    assert check_cell(burst, facts_of(burst)) == []
+
+
+def test_the_allowed_share_of_failures_can_be_set() -> None:
+    burst = measured(burst_size=100).assign(outcome="error")
+    assert check_cell(burst, facts_of(burst), max_error_share=1.0) == []
+
+
+# --- the burst law
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_wrong_number_of_refusals_is_found(limit: int | None) -> None:
+    burst = measured(limit=3)
+    facts = replace(facts_of(burst), limit=limit)
+    assert f"{0 if limit is None else 4} refusals were due, 5 were counted" in the_reason(burst, facts)
+
+
+def test_the_burst_law_needs_an_idle_server() -> None:
+    burst = measured(limit=3)
+    assert check_cell(burst, replace(facts_of(burst), limit=4, inflight_at_start=1)) == []
+
+
+def test_the_burst_law_needs_that_no_slot_came_free_meanwhile() -> None:
+    burst = measured(limit=3)
+    early = burst.assign(released_s=burst["released_s"].where(burst["request_index"] != 0, 30e-6))
+    early = early.assign(**dict.fromkeys(("last_token_s", "finished_s"), np.nan))
+    late_index = early["request_index"] == 0
+    for column in ("first_scheduled_s", "first_token_s", "received_first_s", "received_last_s"):
+        early[column] = early[column].mask(late_index)
+    assert slots_freed_during_burst(early) == 1
+    assert check_cell(early, replace(facts_of(early), limit=4)) == []
+
+
+def test_no_slot_comes_free_in_a_short_burst() -> None:
+    assert slots_freed_during_burst(measured(limit=3)) == 0
+
+
+def test_slots_freed_while_sending_have_no_meaning_for_paced_arrivals() -> None:
+    assert slots_freed_during_burst(measured(interval_s=0.02)) is None
+
+
+def test_slots_freed_while_sending_have_no_meaning_without_an_attempt() -> None:
+    unsent = measured().assign(reserved_s=np.nan, rejected_s=np.nan, released_s=np.nan)
+    assert slots_freed_during_burst(unsent) is None
