@@ -3,6 +3,9 @@
 A slot is reserved before a request id exists and before anything is tokenised, and is given back exactly
 once, however its request ends. In flight = tokenising + waiting + running + ended but unread.
 
+The lock is reentrant, and counters change in single statements: an abandoned stream that the garbage collector
+closes gives its slot back from inside whatever its thread was doing, `reserve` included.
+
 No clock: `now` is an argument. Callers in several threads read their clocks before they queue for the lock,
 so `now` may step back by microseconds between calls; the integral below tolerates that.
 """
@@ -58,7 +61,7 @@ class Admission:
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise InputError("max_inflight_requests", limit, "must be None (no limit) or a whole number >= 1")
         self.limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._inflight = 0
         self._peak = 0
         self._reserved = 0
@@ -79,7 +82,7 @@ class Admission:
                     limit=self.limit, inflight=inflight, reason="inflight", retry_after_s=self._slot_gap_s()
                 )
             self._integrate(now)
-            self._inflight = inflight + 1
+            self._inflight += 1
             self._peak = max(self._peak, self._inflight)
             self._reserved += 1
             self._backlog_tokens += cost_tokens

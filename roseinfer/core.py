@@ -14,7 +14,7 @@ from roseinfer.errors import InputError, InvariantError, PromptTooLongError
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
 from roseinfer.request import FinishReason, Request, TokenEvent
-from roseinfer.scheduler import Scheduler, SchedulerLimits
+from roseinfer.scheduler import STALE_SLACK, Scheduler, SchedulerLimits
 
 
 class Core:
@@ -36,8 +36,7 @@ class Core:
         self.eos_token_ids = eos_token_ids
         self.unread_timeout_s = unread_timeout_s
         self._live: dict[int, Request] = {}
-        self._aborted: dict[int, Request] = {}  # ends when its running step is committed
-        self._unread: deque[Request] = deque()  # in order of finished_s
+        self._unread: deque[Request] = deque()  # in order of finished_s; some of them read meanwhile
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -86,22 +85,26 @@ class Core:
             raise InvariantError("an idle engine cannot admit the head of its queue")
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Takes a step's results in. Tokens of requests that were aborted meanwhile are dropped."""
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        """Takes a step's results in. Tokens of requests that ended or were aborted meanwhile are dropped.
+
+        Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
+        """
         events = []
-        now = result.exec_end_s
         for span, token_id in zip(plan.spans, result.token_ids, strict=True):
             request = span.request
             request.num_pending -= 1
-            if request.request_id in self._aborted:
+            if request.finish_reason is not None:
+                continue
+            if request.aborted:
                 if request.num_pending == 0:
                     events.append(self._end(request, now, FinishReason.ABORT))
-            elif request.finish_reason is None:
-                self.admission.progress(request.ticket, span.n_tokens)
-                if span.samples:
-                    if token_id is None:
-                        raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
-                    events.append(self._append_token(request, token_id, now))
+                continue
+            self.admission.progress(request.ticket, span.n_tokens)
+            if span.samples:
+                if token_id is None:
+                    raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
+                events.append(self._append_token(request, token_id, result.exec_end_s))
         return events
 
     def fail_step(self, plan: StepPlan, error: BaseException, now: float) -> list[TokenEvent]:
@@ -123,8 +126,8 @@ class Core:
         request = self._live.get(request_id)
         if request is None:
             return []
+        request.aborted = True
         if request.num_pending:
-            self._aborted[request_id] = request
             return []
         return [self._end(request, now, FinishReason.ABORT)]
 
@@ -148,6 +151,8 @@ class Core:
 
     def next_expiry_s(self) -> float | None:
         """When `expire` has something to do, if nobody reads until then."""
+        while self._unread and self._unread[0].ticket.state is TicketState.RELEASED:
+            self._unread.popleft()
         if not self._unread:
             return None
         finished_s = self._unread[0].finished_s
@@ -160,8 +165,9 @@ class Core:
         scheduler.check()
         if self._live.keys() != scheduler.waiting.keys() | scheduler.running.keys():
             raise InvariantError("a live request is neither waiting nor running, or the reverse")
-        if not self._aborted.keys() <= self._live.keys():
-            raise InvariantError("an aborted request lingers")
+        for request in self._live.values():
+            if request.aborted and not request.num_pending:
+                raise InvariantError(f"request {request.request_id} was aborted and lingers")
         inflight, limit = self.admission.inflight, self.admission.limit
         if len(self._live) > inflight or (limit is not None and inflight > limit):
             raise InvariantError(f"{len(self._live)} live, {inflight} in flight, limit {limit}")
@@ -187,7 +193,7 @@ class Core:
         token_id: int | None = None,
         error: BaseException | None = None,
     ) -> TokenEvent:
-        if self._aborted.pop(request.request_id, None) is not None:
+        if request.aborted:
             # Its reader is gone: whatever happened to its last step, nobody will acknowledge it.
             reason, token_id, error = FinishReason.ABORT, None, None
         request.finish_reason = reason
@@ -198,4 +204,7 @@ class Core:
             self.admission.release(request.ticket, now)
         else:
             self._unread.append(request)
+            # One stream that nobody reads must not keep all that were read after it in memory.
+            if len(self._unread) > 2 * self.admission.inflight + STALE_SLACK:
+                self._unread = deque(r for r in self._unread if r.ticket.state is not TicketState.RELEASED)
         return TokenEvent(request.request_id, token_id, now, reason, error)

@@ -31,6 +31,12 @@ class InputError(RoseinferError, ValueError):
         self.why = why
 
 
+def check_whole(name: str, value: object, at_least: int) -> None:
+    """Raises InputError unless `value` is an int of at least so much. True and 1.0 are no whole numbers here."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise InputError(name, value, f"must be a whole number >= {at_least}")
+
+
 class PromptTooLongError(InputError):
     """`prompt_tokens + max_new_tokens` exceeds `bound_tokens`, the size of `bound` ("context" or "KV cache")."""
 

@@ -5,6 +5,8 @@ It counts the same blocks whether the memory behind it is one contiguous run, pa
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from roseinfer.errors import InvariantError
 from roseinfer.executor import KV_BLOCK_TOKENS
 
@@ -50,6 +52,10 @@ class KVCache:
         if table is None:
             raise InvariantError(f"request {request_id} owns no KV blocks")
         self._free.extend(reversed(table))
+
+    def owners(self) -> AbstractSet[int]:
+        """Ids of the requests that own blocks."""
+        return self._owned.keys()
 
     def check(self) -> None:
         """Raises InvariantError unless every block is either free or owned, once."""

@@ -14,11 +14,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
-from roseinfer.admission import Admission, AdmissionCounts, Ticket
+from roseinfer.admission import Admission, AdmissionCounts
 from roseinfer.core import Core
-from roseinfer.errors import InputError, ManagerClosedError
+from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
@@ -28,6 +28,10 @@ from roseinfer.tokenizer_pool import TokenizerPool
 
 Prompt = str | Sequence[int]
 Command = Callable[[], list[TokenEvent]]
+
+
+LONGEST_WAIT_S: Final = 3600.0
+"""The idle loop looks up this often; a queue cannot wait for as long as a user's timeout may be."""
 
 
 class StepRecord(NamedTuple):
@@ -72,12 +76,12 @@ class SchedulerManager:
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
     ) -> None:
-        if tokenize_workers < 0:
-            raise InputError("tokenize_workers", tokenize_workers, "must be a whole number >= 0")
-        if unread_timeout_s <= 0:
-            raise InputError("unread_timeout_s", unread_timeout_s, "must be positive")
-        if kv_cache_tokens is not None and kv_cache_tokens < 1:
-            raise InputError("kv_cache_tokens", kv_cache_tokens, "must be a whole number >= 1")
+        check_whole("max_batch_size", max_batch_size, 1)  # before the engine is asked what suits it
+        check_whole("tokenize_workers", tokenize_workers, 0)
+        if not isinstance(unread_timeout_s, int | float) or not unread_timeout_s > 0:
+            raise InputError("unread_timeout_s", unread_timeout_s, "must be a positive number")
+        if kv_cache_tokens is not None:
+            check_whole("kv_cache_tokens", kv_cache_tokens, 1)
         self.limits = SchedulerLimits(
             max_batch_size,
             max_active_requests,
@@ -104,10 +108,12 @@ class SchedulerManager:
         self._clock = clock
         self._on_step = on_step
         self._collector = Collector()
-        self._streams: dict[int, RequestStream] = {}  # known by id: from add_request, or in a shared mailbox
+        self._streams: dict[int, RequestStream] = {}  # every request that may still hold a slot, by id
         self._ids = itertools.count()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # guards the two flags below and every entry into the inbox
+        # Guards the two flags below and every entry into the inbox. Reentrant: the garbage collector may close an
+        # abandoned stream in a thread that is inside.
+        self._gate = threading.RLock()
         self._closed = False  # no new requests
         self._ended = False  # the loop has ended: no commands either
         self._died_of: BaseException | None = None
@@ -136,11 +142,11 @@ class SchedulerManager:
         death, InputError (a ValueError) for token ids that are none, PromptTooLongError for those that can never fit.
         """
         params = SamplingParams() if params is None else params
+        if mailbox is not None and not mailbox.belongs_to(self._collector):
+            raise InputError("mailbox", mailbox, "was made by another manager")
         if self._closed:
             raise self._closed_error()
-        # A token of text is a byte at least, so its bytes bound its tokens from above.
-        cost_tokens = len(prompt.encode() if isinstance(prompt, str) else prompt) + params.max_new_tokens
-        ticket = self.admission.reserve(self._clock(), cost_tokens)
+        ticket = self.admission.reserve(self._clock(), _most_tokens(prompt) + params.max_new_tokens)
         request = None
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
@@ -149,16 +155,16 @@ class SchedulerManager:
             request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
             box = Mailbox(self._collector) if mailbox is None else mailbox
             stream = RequestStream(
-                request, box, self._tokenizer.new_decoder, self._acknowledge, self._close_request
+                request,
+                box if mailbox is None else None,
+                self._tokenizer.new_decoder,
+                self._acknowledge,
+                self._close_request,
             )
-            if mailbox is not None:
-                self._streams[request.request_id] = stream  # before its reader can see an event of it
-            self._enter(request, box)
-            if isinstance(prompt, str):
-                if encoded is None:
-                    self._encode_later(request, prompt)
-                else:
-                    self._tokenized(request, encoded)
+            self._streams[request.request_id] = stream  # before its reader can see an event of it
+            self._enter(request, box, prompt)
+            if encoded is not None:
+                self._tokenized(request, encoded)
             return stream
         except BaseException:  # a caller that is interrupted here keeps no slot either
             if request is not None:
@@ -181,22 +187,19 @@ class SchedulerManager:
     ) -> int:
         """`submit` for readers that keep an id: pass it to `stream_text`, `stream_tokens` or `abort`."""
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, stop, ignore_eos)
-        stream = self.submit(prompt, params)
-        self._streams[stream.request_id] = stream
-        return stream.request_id
+        return self.submit(prompt, params).request_id
 
     def stream_text(self, request_id: int) -> Iterator[str]:
-        """Pieces of text of a request from `add_request`, as they come."""
+        """Pieces of a request's text, as they come."""
         return self._stream(request_id).text()
 
     def stream_tokens(self, request_id: int) -> Iterator[Token]:
-        """(token_id, engine_time_s) of a request from `add_request`, as they come."""
+        """(token_id, engine_time_s) of a request, as they come."""
         return self._stream(request_id).tokens()
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its reader sees the end. Ids that are unknown or over are ignored."""
-        self._command(lambda: self._core.abort(request_id, self._clock()))
-        stream = self._streams.pop(request_id, None)
+        stream = self._streams.get(request_id)
         if stream is not None:
             stream.close()
 
@@ -205,10 +208,18 @@ class SchedulerManager:
         return Mailbox(self._collector)
 
     def acknowledge(self, request_id: int) -> None:
-        """The terminal event of a request was taken from a shared mailbox: its slot is free."""
-        stream = self._streams.pop(request_id, None)
+        """The terminal event of a request was taken from a shared mailbox: its slot is free.
+
+        Raises InputError for a request that has not ended. Ids that are unknown or over are ignored.
+        """
+        stream = self._streams.get(request_id)
         if stream is not None:
-            self._acknowledge(stream._request)
+            request = stream._request
+            if request.finish_reason is None and not self._ended:
+                raise InputError(
+                    "request_id", request_id, "has not ended: abort it, or wait for its terminal event"
+                )
+            self._acknowledge(request)
 
     @property
     def inflight(self) -> int:
@@ -225,12 +236,15 @@ class SchedulerManager:
         return self.admission.counts()
 
     def close(self, *, drain: bool = False) -> None:
-        """Refuses further requests and ends: at once, aborting what lives, or after finishing it (`drain`)."""
+        """Refuses further requests and ends: at once, aborting what lives, or after finishing it (`drain`).
+
+        May be repeated: while one thread drains, another may still abort.
+        """
         with self._gate:
-            first, self._closed = not self._closed, True
-            if first:
-                self._inbox.put((lambda: []) if drain else self._abort_all)
-        if self._pool is not None and first:
+            self._closed = True
+            if not self._ended:
+                self._inbox.put(list if drain else self._abort_all)
+        if self._pool is not None:
             self._pool.close()
         if self._thread is not None:
             self._thread.join()
@@ -268,7 +282,7 @@ class SchedulerManager:
             len(scheduler.running),
             scheduler.kv_cache.used_tokens,
         )
-        self._publish(self._core.commit(plan, result))
+        self._publish(self._core.commit(plan, result, self._clock()))
         if self._on_step is not None:
             self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), waiting, running, kv_tokens))
         return True
@@ -291,7 +305,7 @@ class SchedulerManager:
 
     def _wait_for_command(self) -> None:
         expiry_s = self._core.next_expiry_s()
-        timeout_s = None if expiry_s is None else max(0.0, expiry_s - self._clock())
+        timeout_s = None if expiry_s is None else min(max(0.0, expiry_s - self._clock()), LONGEST_WAIT_S)
         try:
             self._publish(self._inbox.get(timeout=timeout_s)())
         except queue.Empty:
@@ -318,12 +332,19 @@ class SchedulerManager:
 
     # ---- between the two ----
 
-    def _enter(self, request: Request, mailbox: Mailbox) -> None:
+    def _enter(self, request: Request, mailbox: Mailbox, prompt: Prompt) -> None:
         with self._gate:
             if self._closed:
                 raise self._closed_error()
             self._collector.open(request.request_id, mailbox)
             self._inbox.put(lambda: self._core.submit(request))
+            if self._pool is not None and isinstance(prompt, str):
+                # Inside the gate, so that `close` cannot end the workers before they know of this prompt.
+                self._pool.encode(
+                    prompt,
+                    wanted=lambda: request.finish_reason is None and not self._ended,
+                    done=lambda result: self._tokenized(request, result),
+                )
 
     def _command(self, command: Command) -> bool:
         """Leaves a command for the engine thread; False if that has ended."""
@@ -336,13 +357,9 @@ class SchedulerManager:
         with self._tokenizer_lock:
             return self._tokenizer.encode(text)
 
-    def _encode_later(self, request: Request, text: str) -> None:
-        assert self._pool is not None
-        self._pool.encode(text, lambda result: self._tokenized(request, result))
-
-    def _tokenized(self, request: Request, result: list[int] | Exception) -> None:
+    def _tokenized(self, request: Request, result: list[int] | BaseException) -> None:
         now = self._clock()
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             self._command(lambda: self._core.fail(request.request_id, result, self._clock()))
         else:
             self._command(lambda: self._core.tokenized(request.request_id, result, now))
@@ -358,7 +375,9 @@ class SchedulerManager:
         try:
             ids = array("q", prompt)  # a copy of its own; refuses what is no whole number
         except (TypeError, OverflowError) as error:
-            raise InputError("prompt", prompt, f"is neither text nor token ids ({error})") from error
+            raise InputError("prompt", type(prompt), f"must be text or token ids ({error})") from error
+        if bool in map(type, prompt):
+            raise InputError("prompt", type(prompt), "must be text or token ids (True and False are none)")
         if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
             raise InputError("prompt", [min(ids), max(ids)], f"token ids must lie in [0, {self._vocab_size})")
         self._core.check_fits(len(ids), params.max_new_tokens)
@@ -385,3 +404,17 @@ class SchedulerManager:
         if request.finish_reason is not None or request.arrival < 0:  # it has ended, or was never entered
             self._core.acknowledge(request, now)
         return self._core.abort(request.request_id, now)
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    """An upper bound of a prompt's tokens, quick: callers that are refused pay for it too."""
+    if isinstance(prompt, str):
+        if prompt.isascii():
+            return len(prompt)  # a token is a byte at least (special ones that a tokenizer adds apart)
+        try:
+            return len(prompt.encode())
+        except UnicodeEncodeError as error:
+            raise InputError("prompt", prompt[error.start : error.end], "is half a character") from error
+    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
+        raise InputError("prompt", type(prompt), "must be text or token ids")
+    return len(prompt)

@@ -45,7 +45,7 @@ def check_model_source(model: str) -> ModelSource:
         if model not in BUILTIN_MODELS:
             raise ModelError("model", model, f"unknown built-in model, there is {', '.join(BUILTIN_MODELS)}")
         return ModelSource(model, SourceKind.BUILTIN)
-    path = Path(model).expanduser()
+    path = local_path(model)
     if model and path.is_dir():
         check_folder(model, path)
         return ModelSource(model, SourceKind.FOLDER, path)
@@ -55,6 +55,14 @@ def check_model_source(model: str) -> ModelSource:
     if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
         raise ModelError("model", model, "no such file or folder, and not a hub id (owner/name)")
     return ModelSource(model, SourceKind.HUB)
+
+
+def local_path(model: str) -> Path:
+    """Where `model` is, if it is a file or a folder."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # the home of somebody who is not known here
+        return Path(model)
 
 
 def check_folder(model: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from roseinfer.errors import InputError
+from roseinfer.errors import InputError, check_whole
 
 if TYPE_CHECKING:
     from roseinfer.admission import Ticket
@@ -43,22 +43,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise InputError("max_new_tokens", self.max_new_tokens, "must be a whole number >= 1")
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("top_k", self.top_k, 0)
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
             raise InputError("temperature", self.temperature, "must be a finite number >= 0 (0 is greedy)")
-        if not _is_int(self.top_k) or self.top_k < 0:
-            raise InputError("top_k", self.top_k, "must be a whole number >= 0 (0 is off)")
         if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise InputError("top_p", self.top_p, "must lie in (0, 1]")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**63):
-            raise InputError("seed", self.seed, "must be a whole number in [0, 2**63), or None")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if self.seed is not None:
+            check_whole("seed", self.seed, 0)
+            if self.seed >= 2**63:
+                raise InputError("seed", self.seed, "must lie in [0, 2**63)")
+        # A list could change under a running request.
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InputError("stop", self.stop, "must be a tuple of non-empty strings")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
@@ -90,6 +87,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
     num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
+    aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
 
     @property
     def prompt_len(self) -> int:

@@ -10,13 +10,16 @@ A request still being tokenised is passed over and keeps its place. Nothing here
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from roseinfer.admission import Admission
-from roseinfer.errors import InputError, InvariantError
+from roseinfer.errors import InputError, InvariantError, check_whole
 from roseinfer.executor import Span, StepPlan
 from roseinfer.kv_cache import KVCache
 from roseinfer.request import Request
+
+STALE_SLACK: Final = 16
+"""Requests that a queue may hold although they left it, besides as many as it holds rightly."""
 
 
 class SchedulerLimits(NamedTuple):
@@ -33,10 +36,10 @@ class SchedulerLimits(NamedTuple):
 
     def check(self) -> None:
         """Raises InputError on values that cannot work together."""
-        for name in ("max_batch_size", "max_active_requests", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InputError(name, value, "must be a whole number >= 1")
+        check_whole("max_batch_size", self.max_batch_size, 1)
+        check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_active_requests is not None:
+            check_whole("max_active_requests", self.max_active_requests, 1)
         if self.max_num_batched_tokens <= self.max_batch_size:
             # Else a full batch of decodes leaves no token for a prefill, for ever.
             raise InputError(
@@ -73,11 +76,19 @@ class Scheduler:
         heapq.heappush(self._ready, (request.arrival, request))
 
     def remove(self, request: Request) -> None:
-        """Takes a request out wherever it is and frees its KV cache. Its steps must be committed."""
+        """Takes a request out wherever it is and frees its KV cache.
+
+        A launched step may still write to these blocks if the request met its end early (EOS) in the step before:
+        steps compute in order, so their next owner writes later.
+        """
         if self.waiting.pop(request.request_id, None) is None:
             del self.running[request.request_id]
             self.kv_cache.free(request.request_id)
             request.block_table = []
+        elif len(self._ready) > 2 * len(self.waiting) + STALE_SLACK:
+            # A storm of cancelled requests behind a head that cannot run yet must not pile up.
+            self._ready = [entry for entry in self._ready if entry[1].request_id in self.waiting]
+            heapq.heapify(self._ready)
         if self._half_prefilled is request:
             self._half_prefilled = None
 
@@ -94,8 +105,9 @@ class Scheduler:
             if request is not self._half_prefilled and self._wants_token(request):
                 spans.append(_take(request, 1))
                 budget -= 1
-        if self._half_prefilled is not None and budget:
-            spans.append(self._take_prefill(self._half_prefilled, budget))
+        half = self._half_prefilled
+        if half is not None and not half.aborted and budget:
+            spans.append(self._take_prefill(half, budget))
             budget -= spans[-1].n_tokens
         while budget and self._half_prefilled is None:
             head = self._head()
@@ -112,6 +124,8 @@ class Scheduler:
             raise InvariantError("a request waits and runs at the same time")
         if len(self.running) > self.limits.seats:
             raise InvariantError(f"{len(self.running)} requests run on {self.limits.seats} seats")
+        if self.running.keys() != self.kv_cache.owners():
+            raise InvariantError("a request runs without KV blocks, or the reverse")
         ready = {request.request_id for _, request in self._ready}
         for request in self.waiting.values():
             if request.prompt_ids is not None and request.request_id not in ready:
@@ -120,8 +134,8 @@ class Scheduler:
             half = not request.is_prefilled
             if half and request is not self._half_prefilled:
                 raise InvariantError("more than one request is half-prefilled")
-            if request.num_scheduled > request.max_len:
-                raise InvariantError(f"request {request.request_id} was scheduled past its KV reservation")
+            if request.num_scheduled > request.max_len - 1:  # the last token is sampled, never computed on
+                raise InvariantError(f"request {request.request_id} was scheduled past its last token")
 
     def _head(self) -> Request | None:
         while self._ready:
@@ -151,7 +165,9 @@ class Scheduler:
 
     @staticmethod
     def _wants_token(request: Request) -> bool:
-        return len(request.output_ids) + request.num_pending < request.params.max_new_tokens
+        # Counted from what was asked for, not from what came: true with launched steps outstanding as well.
+        asked = 1 + request.num_scheduled - request.prompt_len
+        return not request.aborted and asked < request.params.max_new_tokens
 
 
 def _take(request: Request, n_tokens: int) -> Span:

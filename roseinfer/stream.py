@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from roseinfer.errors import RequestFailedError
+from roseinfer.errors import InputError, RequestFailedError
 from roseinfer.executor import IncrementalDecoder
 from roseinfer.request import FinishReason, Request, TokenEvent
 from roseinfer.tokenization import StopMatcher
 
 
 class Collector:
-    """Distributes published events to mailboxes: one lock and one wake-up a step, whatever the number of streams."""
+    """Distributes published events to mailboxes: one lock and one wake-up a step, whatever the number of streams.
+
+    The lock is reentrant: the garbage collector may close an abandoned reader inside of anything.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = threading.Condition(threading.RLock())
         self._mailboxes: dict[int, Mailbox] = {}
         self._async_readers: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, asyncio.Future[None]]]] = {}
 
@@ -63,7 +67,7 @@ class Collector:
                     pass  # the loop was closed, and its readers with it
 
     def _take_served(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Future[None]]:
-        readers = self._async_readers.pop(loop)
+        readers = self._async_readers.pop(loop, [])
         still_waiting = [(mailbox, future) for mailbox, future in readers if not mailbox._events]
         if still_waiting:
             self._async_readers[loop] = still_waiting
@@ -83,6 +87,9 @@ class Mailbox:
         self._collector = collector
         self._events: list[TokenEvent] = []
 
+    def belongs_to(self, collector: Collector) -> bool:
+        return self._collector is collector
+
     def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
         """Everything that came, waiting for something if need be; [] after `timeout_s` seconds of nothing."""
         with self._collector._condition:
@@ -92,18 +99,17 @@ class Mailbox:
     async def take_async(self) -> list[TokenEvent]:
         """Everything that came, waiting for something if need be, without blocking the event loop."""
         loop = asyncio.get_running_loop()
-        with self._collector._condition:
-            if self._events:
-                return self._take_all()
-            future: asyncio.Future[None] = loop.create_future()
-            self._collector._async_readers.setdefault(loop, []).append((self, future))
-        try:
-            await future
-        finally:
-            if future.cancelled():
+        while True:
+            with self._collector._condition:
+                if self._events:
+                    return self._take_all()
+                future: asyncio.Future[None] = loop.create_future()
+                self._collector._async_readers.setdefault(loop, []).append((self, future))
+            try:
+                await future
+            except BaseException:  # cancelled, or its loop shut down
                 self._collector._drop_reader(loop, future)
-        with self._collector._condition:
-            return self._take_all()
+                raise
 
     def _take_all(self) -> list[TokenEvent]:
         events, self._events = self._events, []
@@ -132,12 +138,14 @@ class RequestStream:
 
     The slot of the request is free once its terminal event was taken, or after `close`. Leaving an iteration
     early closes the stream. Iterating raises RequestFailedError if the request ended with an error.
+
+    `mailbox` None: its events go to a mailbox that somebody else reads, and it cannot be iterated.
     """
 
     def __init__(
         self,
         request: Request,
-        mailbox: Mailbox,
+        mailbox: Mailbox | None,
         new_decoder: Callable[[], IncrementalDecoder],
         acknowledge: Callable[[Request], None],
         close: Callable[[Request], None],
@@ -149,9 +157,7 @@ class RequestStream:
         self._new_decoder = new_decoder
         self._acknowledge = acknowledge
         self._close = close
-        self._pending: list[
-            TokenEvent
-        ] = []  # taken from the mailbox, not yet handed to the reader; last first
+        self._pending: list[TokenEvent] = []  # taken from the mailbox, not yet handed out; last first
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -202,37 +208,48 @@ class RequestStream:
             if piece:
                 yield piece
 
-    async def tokens_async(self) -> AsyncIterator[Token]:
+    async def tokens_async(self) -> AsyncGenerator[Token]:
         """`tokens` for an event loop."""
-        async for token, _ in self._read_async(want_text=False):
-            if token is not None:
-                yield token
+        async with aclosing(self._read_async(want_text=False)) as items:
+            async for token, _ in items:
+                if token is not None:
+                    yield token
 
-    async def text_async(self) -> AsyncIterator[str]:
+    async def text_async(self) -> AsyncGenerator[str]:
         """`text` for an event loop."""
-        async for _, piece in self._read_async(want_text=True):
-            if piece:
-                yield piece
+        async with aclosing(self._read_async(want_text=True)) as items:
+            async for _, piece in items:
+                if piece:
+                    yield piece
 
     def _read(self, *, want_text: bool) -> Iterator[tuple[Token | None, str]]:
-        text = self._text_maker(want_text)
+        mailbox = self._own_mailbox()
         try:
+            text = self._text_maker(want_text)
             while self.finish_reason is None:
-                if not self._pending:
-                    self._pending = self._mailbox.take()[::-1]
-                yield self._handle(self._pending.pop(), text)
+                if self._pending:
+                    yield self._handle(self._pending.pop(), text)
+                else:  # and look again: it may be closed by another thread meanwhile
+                    self._pending = mailbox.take()[::-1]
         finally:
             self.close()
 
-    async def _read_async(self, *, want_text: bool) -> AsyncIterator[tuple[Token | None, str]]:
-        text = self._text_maker(want_text)
+    async def _read_async(self, *, want_text: bool) -> AsyncGenerator[tuple[Token | None, str]]:
+        mailbox = self._own_mailbox()
         try:
+            text = self._text_maker(want_text)
             while self.finish_reason is None:
-                if not self._pending:
-                    self._pending = (await self._mailbox.take_async())[::-1]
-                yield self._handle(self._pending.pop(), text)
+                if self._pending:
+                    yield self._handle(self._pending.pop(), text)
+                else:  # and look again: it may be closed by another thread meanwhile
+                    self._pending = (await mailbox.take_async())[::-1]
         finally:
             self.close()
+
+    def _own_mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            raise InputError("request_id", self.request_id, "its events go to a shared mailbox: read that")
+        return self._mailbox
 
     def _text_maker(self, want_text: bool) -> _TextMaker | None:
         stop = self._request.params.stop

@@ -12,7 +12,8 @@ from roseinfer.executor import Tokenizer
 
 class _Job(NamedTuple):
     text: str
-    done: Callable[[list[int] | Exception], None]
+    wanted: Callable[[], bool]
+    done: Callable[[list[int] | BaseException], None]
 
 
 class TokenizerPool:
@@ -29,12 +30,14 @@ class TokenizerPool:
         for thread in self._threads:
             thread.start()
 
-    def encode(self, text: str, done: Callable[[list[int] | Exception], None]) -> None:
-        """Queues a prompt."""
-        self._jobs.put(_Job(text, done))
+    def encode(
+        self, text: str, wanted: Callable[[], bool], done: Callable[[list[int] | BaseException], None]
+    ) -> None:
+        """Queues a prompt. It is passed over, without a word to `done`, if it is not wanted any more at its turn."""
+        self._jobs.put(_Job(text, wanted, done))
 
     def close(self) -> None:
-        """Ends the threads once the prompts queued so far are done."""
+        """Ends the threads once the prompts queued so far are done. Harmless when repeated."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -42,9 +45,11 @@ class TokenizerPool:
 
     def _work(self, tokenizer: Tokenizer) -> None:
         while (job := self._jobs.get()) is not None:
-            result: list[int] | Exception
+            if not job.wanted():
+                continue
+            result: list[int] | BaseException
             try:
                 result = tokenizer.encode(job.text)
-            except Exception as error:
+            except BaseException as error:  # a panic of the tokenizers library is no Exception
                 result = error
             job.done(result)

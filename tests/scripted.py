@@ -1,10 +1,19 @@
-"""An engine without a model: scripted durations, so that tests of order and concurrency take milliseconds."""
+"""An engine without a model, and a core with numbers for a clock: tests of order and concurrency in milliseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
-from roseinfer.executor import Clock, StepPlan, StepResult
+from roseinfer.admission import Admission
+from roseinfer.core import Core
+from roseinfer.executor import Clock, Span, StepPlan, StepResult
+from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.request import Request, SamplingParams, TokenEvent
+from roseinfer.scheduler import SchedulerLimits
+
+EOS = 0
+"""The scripted engines' end of sequence, chr(0); it has no text."""
 
 
 class FakeClock:
@@ -29,7 +38,7 @@ class ScriptedTokenizer:
 
 class ScriptedDecoder:
     def step(self, token_id: int) -> str:
-        return chr(token_id)
+        return "" if token_id == EOS else chr(token_id)
 
     def finish(self) -> str:
         return ""
@@ -43,10 +52,12 @@ class ScriptedEngine:
 
     max_model_len = 4096
     vocab_size = 0x110000
-    eos_token_ids = frozenset({0})
+    eos_token_ids = frozenset({EOS})
 
     def __init__(
-        self, compute: Callable[[StepPlan], None] = lambda plan: None, script: str = "abcdefghijklmnopqrstuvwxyz"
+        self,
+        compute: Callable[[StepPlan], None] = lambda plan: None,
+        script: str = "abcdefghijklmnopqrstuvwxyz",
     ) -> None:
         self.compute = compute
         self.script = script
@@ -75,10 +86,100 @@ class ScriptedHandle:
 
     def wait(self) -> StepResult:
         engine, start = self.engine, self.engine.clock()
-        engine.plans.append([(s.request.request_id, s.start, s.n_tokens) for s in self.plan.spans])
+        engine.plans.append(spans_of(self.plan))
         engine.compute(self.plan)
         ids: list[int | None] = [
             ord(engine.script[len(span.request.output_ids) % len(engine.script)]) if span.samples else None
             for span in self.plan.spans
         ]
         return StepResult(ids, start, engine.clock())
+
+
+class StepGate:
+    """A step that lasts until it is opened: `ScriptedEngine(compute=gate)`."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.entered.set()
+        self.opened.wait()
+
+
+class CoreDriver:
+    """A core on a clock of whole numbers, checked after everything that is done to it."""
+
+    def __init__(
+        self,
+        *,
+        limit: int | None = None,
+        batch: int = 4,
+        active: int | None = None,
+        budget: int = 64,
+        kv_tokens: int = 1 << 14,
+        max_model_len: int = 4096,
+        unread_timeout_s: float = 60.0,
+    ) -> None:
+        self.now = 0.0
+        self.core = Core(
+            limits=SchedulerLimits(batch, active, budget),
+            kv_cache=KVCache(blocks_for(kv_tokens)),
+            admission=Admission(limit),
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}),
+            unread_timeout_s=unread_timeout_s,
+        )
+        self.requests: list[Request] = []
+        self.events: list[TokenEvent] = []
+
+    def add(
+        self, prompt_tokens: int = 4, max_new_tokens: int = 4, *, text: bool = False, ignore_eos: bool = False
+    ) -> Request:
+        """Reserves and submits; a text is not tokenised yet."""
+        params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos)
+        ticket = self.core.admission.reserve(self.now, prompt_tokens + max_new_tokens)
+        ids = None if text else range(prompt_tokens)
+        request = Request(len(self.requests), params, ticket, 0, ids, self.now)
+        self.requests.append(request)
+        self.took(self.core.submit(request))
+        return request
+
+    def tokenized(self, request: Request, prompt_tokens: int) -> None:
+        self.took(self.core.tokenized(request.request_id, range(prompt_tokens), self.now))
+
+    def abort(self, request: Request) -> None:
+        self.took(self.core.abort(request.request_id, self.now))
+
+    def plan(self) -> StepPlan | None:
+        plan = self.core.plan(self.now)
+        self.core.check()
+        return plan
+
+    def commit(self, plan: StepPlan, token: Callable[[Span], int] = lambda span: 1) -> list[TokenEvent]:
+        """The step ends a second after now."""
+        ids = [token(span) if span.samples else None for span in plan.spans]
+        self.now += 1
+        return self.took(self.core.commit(plan, StepResult(ids, self.now - 1, self.now), self.now))
+
+    def step(self, token: Callable[[Span], int] = lambda span: 1) -> list[tuple[int, int, int]]:
+        """Plans, computes and commits; the spans, [] when there was nothing to do."""
+        plan = self.plan()
+        if plan is None:
+            return []
+        self.commit(plan, token)
+        return spans_of(plan)
+
+    def steps(self) -> list[list[tuple[int, int, int]]]:
+        """Steps until there is nothing to do."""
+        return list(iter(self.step, []))
+
+    def took(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
+        self.core.check()
+        self.events.extend(events)
+        return list(events)
+
+
+def spans_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(request_id, start, n_tokens) of each span."""
+    return [(span.request.request_id, span.start, span.n_tokens) for span in plan.spans]

@@ -8,27 +8,22 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.exceptions import TyperException
 
-from roseinfer.bench.options import Experiment, RunOptions, SweepOptions, flag, read_toml
+from roseinfer.bench.experiment import Experiment
+from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, read_toml
 from roseinfer.errors import InputError, RoseinferError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from roseinfer.bench.session import Session
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNKNOWN, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED = (
-    *range(6),
-    130,
-)
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED = 1, 2, 4, 5, 130
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -39,19 +34,28 @@ app = typer.Typer(
 Options = TypeVar("Options", bound=RunOptions)
 
 
-def _with_flags(kind: type[Options]) -> Callable[[Callable[[Options, Collection[str]], None]], Callable[..., None]]:
+def _with_flags(
+    kind: type[Options],
+) -> Callable[[Callable[[Options, Collection[str]], None]], Callable[..., None]]:
     """Makes a command out of a function of (options, names of the fields that the user set)."""
 
     def decorate(function: Callable[[Options, Collection[str]], None]) -> Callable[..., None]:
         def command(ctx: typer.Context, **values: Any) -> None:
-            given = {name for name in values if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"}
+            given = {
+                name
+                for name in values
+                if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"
+            }
             function(kind(**values), given)
 
         hints = get_type_hints(kind, include_extras=True)
         parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [
             inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
             )
             for field in fields(kind)
         ]
@@ -66,12 +70,13 @@ def _with_flags(kind: type[Options]) -> Callable[[Callable[[Options, Collection[
 @app.command("run")
 @_with_flags(RunOptions)
 def run(options: RunOptions, given: Collection[str]) -> None:
-    """Measure one cell, and print the report of each burst."""
+    """Measure one cell, and print the report of each repeat."""
+    for field in SWEPT:
+        if "," in (getattr(options, field) or ""):
+            raise InputError(
+                flag(field), getattr(options, field), "run measures one cell: lists are for sweep"
+            )
     experiment = Experiment.from_options(options, given)
-    if len(experiment.cells) > 1:
-        raise InputError(
-            "run", ", ".join(cell.cell_id for cell in experiment.cells), "takes one cell: comma lists are for sweep"
-        )
     _finish(_session(experiment, "run"), reports=True)
 
 
@@ -81,15 +86,21 @@ def sweep(options: SweepOptions, given: Collection[str]) -> None:
     """Measure every combination of limits, burst sizes and lengths, and say what the limit did."""
     values = {name: getattr(options, name) for name in given}
     if options.resume is not None:
-        values = {**_saved_options(options.resume), **values}
+        for field in ("file", "output_dir", "experiment_name", "run_id", "metadata"):
+            if field in given:
+                value = str(values[field]) if isinstance(values[field], Path) else values[field]
+                why = "contradicts --resume, which goes on with a run as it is"
+                raise InputError("EXPERIMENT.toml" if field == "file" else flag(field), value, why)
+        values = {**_saved_options(options.resume, given), **values}
     elif options.file is not None:
-        values = {**read_toml(options.file), "experiment_name": options.file.stem, **values}
+        values = {"experiment_name": options.file.stem, **read_toml(options.file), **values}
     options = replace(SweepOptions(), **values)
     experiment = Experiment.from_options(options, values.keys())
+    session = _session(experiment, "sweep", resume=options.resume)
     if options.dry_run:
-        _dry_run(experiment)
-        return
-    _finish(_session(experiment, "sweep", resume=options.resume), reports=False)
+        print("\n".join(session.plan()))
+    else:
+        _finish(session, reports=False)
 
 
 @app.command("plot")
@@ -115,23 +126,38 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001 (its callback does it)
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
-    pass
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help(), file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT)
 
 
-def _saved_options(path: Path) -> dict[str, Any]:
+def _saved_options(path: Path, given: Collection[str]) -> dict[str, Any]:
     """The fields that a run was started with."""
+    from roseinfer.bench.session import is_local
     from roseinfer.bench.store import RunFolder
 
     saved = RunFolder.open(path, "--resume").manifest
     known = {field.name: field.default for field in fields(SweepOptions)}
-    values = {name.replace("-", "_"): value for name, value in saved["configuration"].items()}
-    values |= {"slo": saved["slos"] or None, "metadata": [f"{k}={v}" for k, v in saved["metadata"].items()] or None}
+    try:
+        values = {name.replace("-", "_"): value for name, value in saved["configuration"].items()}
+        values["slo"] = saved["slos"] or None
+        local_model = values["model"] if is_local(saved) else None
+    except (KeyError, AttributeError) as error:
+        raise InputError("--resume", str(path), f"its run.json is not whole ({error})") from error
     if unknown := values.keys() - known.keys():
-        raise InputError("--resume", str(path), f"was made with flags unknown here: {', '.join(sorted(unknown))}")
+        raise InputError(
+            "--resume", str(path), f"was made with flags unknown here: {', '.join(sorted(unknown))}"
+        )
+    if local_model is not None and "model" not in given:
+        why = f"measured the local model {local_model!r}, whose place a run does not keep: add --model PATH"
+        raise InputError("--resume", str(path), why)
     return {name: value for name, value in values.items() if value != known[name]}
 
 
@@ -141,19 +167,18 @@ def _session(experiment: Experiment, name: str, *, resume: Path | None = None) -
     return Session(experiment, default_name=name, resume=resume)
 
 
-def _dry_run(experiment: Experiment) -> None:
-    for cell in experiment.cells:
-        print(f"{cell.cell_id}: {experiment.offered(cell)} requests, {experiment.options.repeats} repeats")
-
-
 def _finish(session: Session, *, reports: bool) -> None:
     """Measures, prints, and ends with the exit code that the outcome has."""
     options = session.experiment.options
     out = sys.stderr if options.json else sys.stdout
-    summary = session.measure()
-    session.print_results(out, reports=reports)
-    if options.json:
-        print(json.dumps(_json(session), indent=1))
+    try:
+        summary = session.measure()
+        session.print_results(out, reports=reports)
+        if options.json:
+            print(json.dumps(_json(session), indent=1, allow_nan=False), flush=True)
+        session.draw(out)
+    except KeyboardInterrupt:
+        raise typer.Exit(_say(session.interruption(), EXIT_INTERRUPTED)) from None
     if not summary["completed"].sum():
         raise typer.Exit(EXIT_NOTHING)
     if not summary["valid"].all():
@@ -161,44 +186,49 @@ def _finish(session: Session, *, reports: bool) -> None:
 
 
 def _json(session: Session) -> dict[str, Any]:
+    import pyarrow as pa
+
+    from roseinfer.bench.summary import SUMMARY_SCHEMA
+
+    assert session.folder is not None
+    rows = pa.Table.from_pandas(session.summary, schema=SUMMARY_SCHEMA, preserve_index=False).to_pylist()
     return {
         "run": str(session.folder.path),
-        "finished_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "valid": bool(session.summary["valid"].all()),
         "model": session.folder.manifest["model"],
-        "summary": [_jsonable(row) for row in session.summary.to_dict("records")],
+        "summary": [_jsonable(row) for row in rows],
         "conclusions": session.conclusions,
         "recommendations": [recommendation.sentence() for recommendation in session.recommendations],
     }
 
 
-def _jsonable(row: dict[Any, Any]) -> dict[str, Any]:
+def _jsonable(row: dict[str, Any]) -> dict[str, Any]:
     """NaN and unbounded are null: JSON knows neither."""
     return {
-        str(key): None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
     }
 
 
 def main() -> None:
     """Entry point: one clear line for what went wrong, and the exit code that says what kind it is."""
-    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
-        code = app(standalone_mode=False)
-    except usage_error as error:
-        code = _say(error.format_message(), EXIT_BAD_INPUT)  # type: ignore[attr-defined]
+        code = app(prog_name="roseinfer-bench", standalone_mode=False)
+    except TyperException as error:
+        code = _say(error.format_message(), EXIT_BAD_INPUT)
     except InputError as error:
-        is_field = error.name in {field.name for field in fields(SweepOptions)}
-        code = _say(f"{flag(error.name) if is_field else error.name} {error.value!r}: {error.why}", EXIT_BAD_INPUT)
+        name = (
+            flag(error.name) if error.name in {field.name for field in fields(SweepOptions)} else error.name
+        )
+        value = "" if error.value is None else f" {error.value!r}"
+        code = _say(f"{name}{value}: {error.why}", EXIT_BAD_INPUT)
     except RoseinferError as error:
         code = _say(str(error), EXIT_FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _say("interrupted; finished cells are on disk", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output is gone, and so is the reason to complain
-        code = EXIT_FAILED
+    except OSError as error:
+        code = _say(str(error), EXIT_FAILED)
     sys.exit(code)
 
 
 def _say(message: str, code: int) -> int:
-    print(f"roseinfer-bench: {message}", file=sys.stderr)
+    print(f"roseinfer-bench: {' '.join(message.split())}", file=sys.stderr)
     return code

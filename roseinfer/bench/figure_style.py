@@ -47,9 +47,11 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = (
 )
 """Okabe and Ito's colours, less the yellow, which a white page swallows."""
 
+GREY: Final = "#777777"
+
 _PAGE_WIDTH_IN: Final = 14.0
 _MIN_WIDTH_IN: Final = 6.5
-_CAPTION_CHARS_PER_IN: Final = 20
+_CAPTION_CHARS_PER_IN: Final = 19
 _LIMIT_COLOURS: Final = (ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)
 _LIMIT_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "p")
 NO_LIMIT: Final = limit_label(None)
@@ -94,7 +96,7 @@ def limit_title(limit: str) -> str:
 
 
 def _count_text(value: float | None) -> str:
-    return "any number" if value is None or pd.isna(value) else f"{int(value)}"
+    return "n/a" if value is None or pd.isna(value) else f"{int(value)}"
 
 
 def limits_of(labelled: pd.DataFrame) -> list[str]:
@@ -123,12 +125,15 @@ def share_text(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def p99_text(n_least: int, n_most: int) -> str:
-    """What to call a nearest-rank p99 of that many samples: "p99 (n=512)", or "max (n=64)"."""
-    n = f"n={n_least}" if n_least == n_most else f"n={n_least}–{n_most}"
-    if n_most < P99_SMALLEST:
-        return f"max ({n})"
-    return f"p99 ({n})" if n_least >= P99_SMALLEST else f"p99 or max ({n})"
+def p99_text(counts: pd.Series[Any]) -> str:
+    """What to call nearest-rank p99s of that many samples each: "p99 (n=512)", or "max (n=60–64)"."""
+    trusted = counts >= P99_SMALLEST
+    name = "p99" if trusted.all() else "p99/max" if trusted.any() else "max"
+    return f"{name} (n={span_text(counts)})"
+
+
+def repeats_text(repeats: float) -> str:
+    return "1 repeat" if repeats == 1 else f"{repeats:.0f} repeats"
 
 
 def number_text(value: float) -> str:
@@ -170,9 +175,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     for mantissas in ((1, 2, 5), (1,)):
         grid = [float(f"{mantissa}e{decade}") for decade in decades for mantissa in mantissas]
-        # 5 % of air, so that no marker sits on the frame
-        first = max(i for i, tick in enumerate(grid) if tick <= 0.95 * low)
-        last = min(i for i, tick in enumerate(grid) if tick >= 1.05 * high)
+        # Some air, so that no marker sits on the frame.
+        first = max(i for i, tick in enumerate(grid) if tick <= low / 1.08)
+        last = min(i for i, tick in enumerate(grid) if tick >= high * 1.15)
         if last - first < 12:
             break
     return grid[first : last + 1]
@@ -191,14 +196,19 @@ def dress(figure: Figure, title: str, marks: Sequence[Artist], caption: Caption,
     height_in = figure.get_figheight() + head_in + foot_in
     figure.set_figheight(height_in)
     figure.set_layout_engine(
-        "constrained", rect=(0, foot_in / height_in, 1, 1 - (head_in + foot_in) / height_in)
+        "constrained", h_pad=0.08, rect=(0, foot_in / height_in, 1, 1 - (head_in + foot_in) / height_in)
     )
     left = 0.1 / figure.get_figwidth()
     figure.text(left, 1 - 0.08 / height_in, title, va="top", fontsize="x-large")
     if marks:
-        corner = (0, 1 - 0.3 / height_in)
+        corner = (left, 1 - 0.32 / height_in)
         figure.legend(
-            handles=marks, loc="upper left", bbox_to_anchor=corner, ncols=len(marks), borderaxespad=0
+            handles=marks,
+            loc="upper left",
+            bbox_to_anchor=corner,
+            ncols=len(marks),
+            borderaxespad=0,
+            borderpad=0,
         )
     figure.text(
         left,
@@ -232,8 +242,8 @@ def panel_grid(
     n_panels: int, rows: int, width_in: float, height_in: float
 ) -> tuple[Figure, list[list[Axes]]]:
     """A figure of `n_panels` small multiples, each of `rows` stacked axes, side by side as far as a page goes."""
-    columns = min(n_panels, max(1, int(_PAGE_WIDTH_IN // width_in)))
-    bands = -(-n_panels // columns)
+    bands = -(-n_panels // max(1, int(_PAGE_WIDTH_IN // width_in)))
+    columns = -(-n_panels // bands)
     size = max(_MIN_WIDTH_IN, columns * width_in), bands * (0.6 + rows * height_in)
     figure = Figure(figsize=size)
     grid = figure.subplots(bands * rows, columns, squeeze=False)

@@ -48,14 +48,14 @@ _STAMPS: Final = ("reserved tokenized queued first_scheduled first_token last_to
 
 
 def gantt_data(requests: pd.DataFrame) -> pd.DataFrame:
-    """The first burst of every cell's first repeat, a row per request in arrival order.
+    """The first burst (all requests, if they come one by one) of every cell's first repeat, in arrival order.
 
     Stamps in milliseconds since the burst's first scheduled send, null for a stage that was not reached;
     `queued_ms` is where the queue begins: tokenised, or reserved for a prompt that came as token ids.
     """
     first_repeat = requests["repeat"] == requests.groupby("cell_id")["repeat"].transform("min")
-    in_burst = requests["burst_size"].isna() | (requests["request_index"] < requests["burst_size"])
-    burst = label_cells(requests[first_repeat & in_burst].sort_values("request_index"))
+    later = (requests["arrival"] == "burst") & (requests["request_index"] >= requests["burst_size"])
+    burst = label_cells(requests[first_repeat & ~later].sort_values("request_index"))
     burst = burst.assign(queued_s=burst["tokenized_s"].fillna(burst["reserved_s"]))
     start_s = burst.groupby("cell_id")["scheduled_s"].transform("min")
     stamps = {f"{name}_ms": 1000 * (burst[f"{name}_s"] - start_s) for name in _STAMPS}
@@ -126,5 +126,5 @@ def _title(limit: str, outcomes: pd.Series[str], step: int) -> str:
     counts = [
         f"{(outcomes == outcome).sum()} {outcome}" for outcome in Outcome if (outcomes == outcome).any()
     ]
-    drawn = "" if step == 1 else f"\n(every {step}th request is drawn)"
+    drawn = "" if step == 1 else f"\n(1 in {step} requests is drawn)"
     return f"{limit_title(limit)}: {', '.join(counts)}{drawn}"

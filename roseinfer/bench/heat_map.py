@@ -24,6 +24,7 @@ from roseinfer.bench.figure_style import (
     limits_of,
     log_ticks,
     number_text,
+    repeats_text,
     share_text,
 )
 from roseinfer.bench.records import FACTORS
@@ -47,11 +48,25 @@ def heat_map_data(summary: pd.DataFrame) -> pd.DataFrame:
     if not swept:
         return pd.DataFrame()
     factor, *others = swept
-    pooled = label_cells(summary[summary["repeat"].isna()].dropna(subset=factor), others)
-    p99_ttft_ms = pooled["p99_ttft_ms"].astype("float64").where(pooled["completed"] > 0)
-    cells = pooled.assign(factor=factor, value=pooled[factor].astype("int64"), p99_ttft_ms=p99_ttft_ms)
+    pooled = label_cells(summary[summary["repeat"].isna()].dropna(subset=factor).sort_values(factor), others)
+    cells = pooled.assign(
+        factor=factor,
+        value=pooled[factor].astype("int64"),
+        p99_ttft_ms=pooled["p99_ttft_ms"].where(pooled["completed"] > 0),
+    )
     return cells[
-        ["combination", "factor", "value", "limit", "completed", "n_ttft", "p99_ttft_ms", "reject_rate"]
+        [
+            "combination",
+            "factor",
+            "value",
+            "limit",
+            "repeats",
+            "valid",
+            "completed",
+            "n_ttft",
+            "p99_ttft_ms",
+            "reject_rate",
+        ]
     ]
 
 
@@ -60,40 +75,35 @@ def draw_heat_map(cells: pd.DataFrame, caption: Caption) -> Figure:
     """p99 TTFT (logarithmic colour) and reject rate, numbers in the cells; few samples are hatched."""
     limits, values = limits_of(cells), sorted(cells["value"].unique())
     maps = list(cells.groupby("combination", sort=False))
-    size = max(8.0, 2 * (1.7 + 0.9 * len(values))), len(maps) * (0.9 + 0.5 * len(limits))
+    size = 2 * max(4.6, 1.7 + 0.9 * len(values)), len(maps) * (0.9 + 0.55 * len(limits))
     figure = Figure(figsize=size)
     grid = figure.subplots(len(maps), 2, squeeze=False)
     p99_norm, p99_ticks = _colour_scale(cells["p99_ttft_ms"].dropna())
-    p99_colours, reject_colours = (
-        ScalarMappable(p99_norm, "viridis"),
-        ScalarMappable(Normalize(0, 1), "cividis"),
-    )
+    p99_colours = ScalarMappable(p99_norm, "viridis")
+    reject_colours = ScalarMappable(Normalize(0, 1), "cividis")
     for (p99_axes, reject_axes), (combination, group) in zip(grid, maps, strict=True):
         for axes, what in ((p99_axes, "p99 TTFT (ms)"), (reject_axes, "reject rate")):
             _frame(axes, limits, values, _FACTOR_LABEL[cells["factor"].iloc[0]])
-            axes.set_title(", ".join(filter(None, [what, str(combination)])))
+            axes.set_title(f"{what}\n{combination}".strip())
         for _, cell in group.iterrows():
             x, y, n = values.index(cell["value"]), limits.index(cell["limit"]), int(cell["n_ttft"])
-            text = _p99_text(cell["p99_ttft_ms"], n)
+            text = _p99_text(cell["p99_ttft_ms"], n) + ("" if cell["valid"] else "\nINVALID")
             _draw_cell(p99_axes, x, y, p99_colours, cell["p99_ttft_ms"], text, hatched=n < P99_TRUSTED)
             reject_rate = cell["reject_rate"]
             _draw_cell(reject_axes, x, y, reject_colours, reject_rate, share_text(reject_rate), hatched=False)
     bar = figure.colorbar(p99_colours, ax=grid[:, 0], ticks=p99_ticks, label="p99 TTFT (ms)")
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     bar.ax.minorticks_off()
-    figure.colorbar(
-        reject_colours,
-        ax=grid[:, 1],
-        label="reject rate",
-        format=FuncFormatter(lambda share, _: share_text(share)),
-    )
+    bar = figure.colorbar(reject_colours, ax=grid[:, 1], label="reject rate")
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: share_text(share)))
     marks = []
     if (cells["n_ttft"] < P99_TRUSTED).any():
         label = f"n < {P99_TRUSTED}: the true p99 may well lie above every sample"
         marks = [Patch(facecolor="white", edgecolor=_HATCH_COLOUR, hatch=_HATCH, linewidth=0, label=label)]
     facts = (
-        "p99 by nearest rank over the n completed requests of all repeats pooled; where n < 100 it is the maximum,"
-        " and named so. TTFT: scheduled send to first token received. Reject rate: share of the offered requests."
+        f"p99 by nearest rank over n completed requests, {repeats_text(cells['repeats'].max())} pooled; where n < 100"
+        " it is the maximum, and named so. TTFT: scheduled send to first token received. Reject rate: share of the"
+        " offered requests."
     )
     dress(figure, "Tail latency, and its price in refusals", marks, caption, facts)
     return figure
@@ -125,7 +135,7 @@ def _p99_text(p99_ttft_ms: float, n: int) -> str:
 def _draw_cell(
     axes: Axes, x: int, y: int, colours: ScalarMappable, value: float, text: str, *, hatched: bool
 ) -> None:
-    colour = (1.0, 1.0, 1.0, 1.0) if np.isnan(value) else colours.to_rgba(value)
+    colour = (1.0, 1.0, 1.0, 1.0) if np.isnan(value) else colours.to_rgba(np.asarray(value))
     corner = (x - 0.5, y - 0.5)
     axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=1))
     if hatched:

@@ -33,7 +33,8 @@ class PromptMaker:
         self._overhead = len(tokenizer.encode(""))  # special tokens that the tokenizer puts in front
         self._words = self._one_token_words(vocab_size)
         if len(self._words) < 2:
-            raise InputError("--prompt-len", None, "this tokenizer has no one-token words to compose: use --prompt")
+            why = "the tokenizer has no words of one token to compose prompts from: use --prompt"
+            raise InputError("--prompt-len", None, why)
 
     def text(self, seed: int, index: int, n_tokens: int) -> str:
         """The text of request `index`: exactly `n_tokens` tokens, special ones included."""

@@ -196,10 +196,12 @@ def _evidence(requests: pd.DataFrame, cell: pd.Series, slos: Sequence[Slo], seed
 
 
 def _judge(completed: pd.DataFrame, slo: Slo, seed: int) -> Judgement:
-    latency_ms = (1e3 * completed[f"{slo.metric}_s"]).dropna()
-    runs = [run.to_numpy(dtype=np.float64) for _, run in latency_ms.groupby(completed["repeat"])]
-    interval = cluster_bootstrap(runs, slo.percentile, seed=seed)
-    n, needed = latency_ms.size, smallest_sample(slo.percentile)
+    runs_ms = [
+        1e3 * run[f"{slo.metric}_s"].dropna().to_numpy(dtype=np.float64)
+        for _, run in completed.groupby("repeat")
+    ]
+    interval = cluster_bootstrap(runs_ms, slo.percentile, seed=seed)
+    n, needed = sum(run_ms.size for run_ms in runs_ms), smallest_sample(slo.percentile)
     why_not = None
     if n < needed:
         why_not = f"{slo} cannot be judged: too few completed requests ({n}, needs {needed})"

@@ -71,8 +71,8 @@ class RunFolder:
         Raises InputError for a name that is no folder name, an existing run id, or an output folder that
         cannot be written; then nothing that was made here is left.
         """
-        _check_name("--experiment-name", experiment)
-        _check_name("--run-id", run_id)
+        check_name("--experiment-name", experiment)
+        check_name("--run-id", run_id)
         if taken := manifest.keys() & set(_OWN_KEYS):
             raise InvariantError(f"the manifest may not set {sorted(taken)}")
         names = {"schema_version": SCHEMA_VERSION, "run_id": run_id, "experiment": experiment}
@@ -172,7 +172,7 @@ class RunFolder:
         `facts` is any JSON, numpy numbers included. Raises RunError where the disk does not take it,
         InvariantError for an unknown column or for a cell that is there already.
         """
-        _check_name("cell_id", cell_id)
+        check_name("cell_id", cell_id)
         cell = self.path / "cells" / f"{cell_id}@{repeat}"
         if self.is_compacted or cell.exists():
             raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
@@ -312,7 +312,8 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _check_name(name: str, value: str) -> None:
+def check_name(name: str, value: str) -> None:
+    """Raise InputError unless `value` can be the name of a folder."""
     if not value or value.startswith(".") or "/" in value or "\\" in value or not value.isprintable():
         raise InputError(name, value, "not a plain folder name")
 

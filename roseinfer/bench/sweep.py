@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pandas as pd
 
 from roseinfer.bench.environment import describe_environment
-from roseinfer.bench.options import Cell, Experiment
+from roseinfer.bench.experiment import Cell, Experiment
+from roseinfer.bench.stats import PERCENTILE_METHOD
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import sort_cells, summarise
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, WorkloadSource, workload_sha256
-from roseinfer.engine import InferenceEngine
+from roseinfer.executor import Engine
+from roseinfer.model_source import check_model_source
 
-Progress = Callable[[str], None]
-"""Told in words what starts now."""
+if TYPE_CHECKING:
+    from roseinfer.engine import EngineDescription
+
+
+class Progress(Protocol):
+    """Told in words what starts now, and, of the cells, how many of how many are done."""
+
+    def __call__(self, doing: str, done: int | None = None, total: int | None = None) -> None: ...
 
 
 def order(experiment: Experiment) -> list[list[Cell]]:
@@ -28,42 +36,48 @@ def order(experiment: Experiment) -> list[list[Cell]]:
     Cells are so paired within a block, and a machine that drifts hits all of them alike.
     """
     cells = experiment.cells
-    rngs = [np.random.default_rng([experiment.options.seed, repeat]) for repeat in range(experiment.options.repeats)]
+    rngs = [
+        np.random.default_rng([experiment.options.seed, repeat])
+        for repeat in range(experiment.options.repeats)
+    ]
     return [[cells[i] for i in rng.permutation(len(cells))] for rng in rngs]
 
 
-def manifest(experiment: Experiment, engine: InferenceEngine, workload: pd.DataFrame, command: str) -> dict[str, Any]:
+def manifest(
+    experiment: Experiment, description: EngineDescription, workload: pd.DataFrame, command: str
+) -> dict[str, Any]:
     """What run.json says about a run before it starts."""
+    kind = check_model_source(experiment.options.model).kind
     return {
         "command": command,
         "configuration": experiment.configuration(),
         "seed": experiment.options.seed,
         "slos": list(experiment.slos),
         "metadata": dict(experiment.metadata),
-        "model": asdict(engine.description),
+        "model": {**asdict(description), "model": experiment.model_name, "source": str(kind)},
         "workload_sha256": workload_sha256(workload),
         "order": [[cell.cell_id for cell in block] for block in order(experiment)],
         "environment": describe_environment(),
-        "percentile_method": "inverted_cdf",
+        "percentile_method": PERCENTILE_METHOD,
     }
 
 
-def warm_up(experiment: Experiment, engine: InferenceEngine, source: WorkloadSource, progress: Progress) -> None:
-    """Unrecorded bursts under the smallest limit, with prompts of their own: first-time costs fall here."""
-    limits = sorted(cell.max_inflight for cell in experiment.cells if cell.max_inflight is not None)
-    for run in range(experiment.options.warmup_runs):
-        progress(f"warm-up {run + 1}/{experiment.options.warmup_runs}")
+def warm_up(experiment: Experiment, engine: Engine, source: WorkloadSource, progress: Progress) -> None:
+    """Unrecorded bursts with prompts of their own: first-time costs fall here.
+
+    Their limit is what runs at a time, so that every batch size that the measurement can meet is met here.
+    """
+    options = experiment.options
+    target = InProcessTarget(engine, experiment)
+    limit = min(options.max_batch_size, options.max_active_requests or options.max_batch_size)
+    for run in range(options.warmup_runs):
+        progress(f"warm-up {run + 1}/{options.warmup_runs}")
         for shape in dict.fromkeys(cell.shape for cell in experiment.cells):
-            cell = shape._replace(max_inflight=limits[0] if limits else None)
-            InProcessTarget(engine, experiment).run(cell, source.draw(shape, WARM_UP + run))
+            target.run(shape._replace(max_inflight=limit), source.draw(shape, WARM_UP + run))
 
 
 def measure(
-    experiment: Experiment,
-    engine: InferenceEngine,
-    source: WorkloadSource,
-    folder: RunFolder,
-    progress: Progress,
+    experiment: Experiment, engine: Engine, source: WorkloadSource, folder: RunFolder, progress: Progress
 ) -> None:
     """Measures what is not on disk yet. Interrupted at any moment, it loses at most the running cell."""
     target = InProcessTarget(engine, experiment)
@@ -72,36 +86,41 @@ def measure(
     total = sum(map(len, blocks))
     done = len(finished)
     for repeat, block in enumerate(blocks):
+        gc.collect()  # of the cells before: within a cell most of the heap is frozen
         for cell in block:
             if (cell.cell_id, repeat) in finished:
                 continue
-            done += 1
-            progress(f"{done}/{total} repeat {repeat + 1}/{len(blocks)} {cell.cell_id}")
+            progress(f"repeat {repeat + 1}/{len(blocks)}, {cell.cell_id}", done, total)
             result = target.run(cell, source.draw(cell.shape, repeat))
-            folder.write_cell(
-                cell.cell_id, repeat, result.requests, result.steps, {**result.facts.to_json(), **result.notes}
-            )
+            facts = {**result.facts.to_json(), **result.notes}
+            folder.write_cell(cell.cell_id, repeat, result.requests, result.steps, facts)
+            done += 1
 
 
-def conclude(experiment: Experiment, folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:
+def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:
     """Summarises a run whose cells are all measured, compacts its files, and returns the summary."""
-    summary = sort_cells(
-        summarise(
-            folder.read_requests(),
-            read_facts(folder),
-            seed=experiment.options.seed,
-            max_error_share=experiment.options.max_error_share,
-        )
-    )
+    summary = summary_of(folder)
     folder.compact(summary, workload)
     folder.mark_done()
     return summary
 
 
-def read_facts(folder: RunFolder) -> Mapping[tuple[str, int], CellFacts]:
-    """The facts of a run's cells, without the notes kept beside them."""
+def summary_of(folder: RunFolder) -> pd.DataFrame:
+    """The summary of a run, or of what is finished of it."""
+    saved = folder.read_summary()
+    if saved is not None:
+        return saved
     names = CellFacts.__dataclass_fields__
-    return {
-        key: CellFacts.from_json({name: value for name, value in facts.items() if name in names})
-        for key, facts in folder.read_facts().items()
+    facts = {
+        key: CellFacts.from_json({name: value for name, value in cell.items() if name in names})
+        for key, cell in folder.read_facts().items()
     }
+    manifest = folder.manifest
+    return sort_cells(
+        summarise(
+            folder.read_requests(),
+            facts,
+            seed=int(manifest["seed"]),
+            max_error_share=float(manifest["configuration"]["max-error-share"]),
+        )
+    )

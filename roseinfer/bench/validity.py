@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -159,17 +160,20 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
 
 def _stages(requests: pd.DataFrame) -> list[str]:
     found = []
-    for chain in STAGES:
-        stamps = requests[list(chain)].to_numpy(dtype=np.float64, na_value=np.nan)
+    index = requests["request_index"].to_numpy()
+    measured = {
+        name: requests[name].to_numpy(dtype=np.float64) for name in sorted({*chain.from_iterable(STAGES)})
+    }
+    for names in STAGES:
+        stamps = np.column_stack([measured[name] for name in names])
         latest = np.fmax.accumulate(stamps, axis=1)
-        for place in range(1, len(chain)):
+        for place in range(1, len(names)):
             early = np.flatnonzero(stamps[:, place] < latest[:, place - 1] - _ROUNDING_S)
             if early.size:
-                before = chain[int(np.nanargmax(stamps[early[0], :place]))]
-                rows = requests["request_index"].to_numpy()[early]
+                before = names[int(np.nanargmax(stamps[early[0], :place]))]
                 found.append(
-                    f"stages out of order: {chain[place]} before {before}"
-                    f" in {_count(rows.size, 'request')}{_which(rows)}"
+                    f"stages out of order: {names[place]} before {before}"
+                    f" in {_count(early.size, 'request')}{_which(index[early])}"
                 )
     return list(dict.fromkeys(found))  # chains share stamps
 

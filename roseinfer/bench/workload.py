@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from roseinfer.bench.options import Cell, Experiment
+from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.prompts import PromptMaker, PromptTokenizer
+from roseinfer.manager import Prompt
 
 WARM_UP = 1 << 31
 """Stands for the repeat in the seed of warm-up prompts, so that no measured prompt was seen before."""
@@ -23,38 +24,47 @@ class Workload(NamedTuple):
     """`scheduled_s` float64[n], zero at the first arrival; `prompts` text[n] or token ids[n]."""
 
     scheduled_s: NDArray[np.float64]
-    prompts: list[str] | list[list[int]]
+    prompts: list[Prompt]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     prompt_seed: int
 
 
 class WorkloadSource:
-    """Draws the workloads of an experiment."""
+    """Draws the workloads of an experiment. Raises InputError for prompts that cannot be made, or never served."""
 
-    def __init__(self, experiment: Experiment, tokenizer: PromptTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, experiment: Experiment, tokenizer: PromptTokenizer, *, vocab_size: int, max_model_len: int
+    ) -> None:
+        options = experiment.options
         self._experiment = experiment
         self._tokenizer = tokenizer
-        options = experiment.options
-        self._maker = PromptMaker(tokenizer, vocab_size) if options.prompt is None else None
-        self._fixed = None if options.prompt is None else options.prompt * options.prompt_repeats
+        self._given = None if options.prompt is None else options.prompt * options.prompt_repeats
+        self._given_ids = [] if self._given is None else tokenizer.encode(self._given)
+        experiment.check_fits(max_model_len, given_tokens=len(self._given_ids))
+        self._maker = PromptMaker(tokenizer, vocab_size) if self._given is None else None
 
     def draw(self, cell: Cell, repeat: int) -> Workload:
         """The requests of a cell's shape in one repeat."""
         n = self._experiment.offered(cell)
-        prompt_seed = int(np.random.SeedSequence([self._experiment.options.seed, repeat]).generate_state(1)[0])
-        texts: list[str]
-        if self._fixed is not None:
-            texts = [self._fixed] * n
-            lengths = np.full(n, len(self._tokenizer.encode(self._fixed)), np.int64)
+        pretok = self._experiment.options.pretok
+        prompt_seed = int(
+            np.random.SeedSequence([self._experiment.options.seed, repeat]).generate_state(1)[0]
+        )
+        prompts: list[Prompt]
+        if self._maker is None:
+            assert self._given is not None
+            prompts = [self._given_ids if pretok else self._given] * n
+            prompt_tokens = len(self._given_ids)
         else:
-            assert self._maker is not None and cell.prompt_len is not None
+            assert cell.prompt_len is not None
             texts = [self._maker.text(prompt_seed, index, cell.prompt_len) for index in range(n)]
-            lengths = np.full(n, cell.prompt_len, np.int64)
+            prompts = [self._tokenizer.encode(text) if pretok else text for text in texts]
+            prompt_tokens = cell.prompt_len
         return Workload(
-            scheduled_s=np.arange(n) * self._experiment.interval_s,
-            prompts=[self._tokenizer.encode(text) for text in texts] if self._experiment.options.pretok else texts,
-            prompt_tokens=lengths,
+            scheduled_s=np.arange(n, dtype=np.float64) * self._experiment.interval_s,
+            prompts=prompts,
+            prompt_tokens=np.full(n, prompt_tokens, np.int64),
             output_tokens=np.full(n, cell.output_len, np.int64),
             prompt_seed=prompt_seed,
         )
@@ -63,7 +73,9 @@ class WorkloadSource:
         """All requests of the experiment, a row each. The text is kept only where the user gave it."""
         shapes = dict.fromkeys(cell.shape for cell in self._experiment.cells)
         rows = [
-            self._rows(shape, repeat) for repeat in range(self._experiment.options.repeats) for shape in shapes
+            self._rows(shape, repeat)
+            for repeat in range(self._experiment.options.repeats)
+            for shape in shapes
         ]
         return pd.concat(rows, ignore_index=True)
 
@@ -81,7 +93,7 @@ class WorkloadSource:
                 "prompt_tokens": workload.prompt_tokens,
                 "output_tokens": workload.output_tokens,
                 "prompt_seed": np.full(n, workload.prompt_seed, np.int64),
-                "prompt": pd.array([self._fixed] * n, dtype="string"),
+                "prompt": pd.array([self._given] * n, dtype="string"),
             }
         )
 

@@ -117,7 +117,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    _mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
     **kwargs: Any,
@@ -177,7 +177,7 @@ def _prefill(
         key = keys[group.context_slots].transpose(0, 1)
         value = values[group.context_slots].transpose(0, 1)
     query, key, value = (
-        x.unflatten(1, (group.n_spans, -1)).transpose(0, 1) for x in (query, key, value)
+        x.reshape(x.shape[0], group.n_spans, -1, x.shape[-1]).transpose(0, 1) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]
     out = scaled_dot_product_attention(
         query,

@@ -69,6 +69,8 @@ def export_builtin(folder: Path, n_layer: int = 12) -> None:
     """Writes the built-in model and its tokenizer as a Hugging Face folder, for other servers to load."""
     build_builtin(n_layer).save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=builtin_tokenizer().tokenizer, bos_token=BUILTIN_EOS_TOKEN, eos_token=BUILTIN_EOS_TOKEN
+        tokenizer_object=builtin_tokenizer().tokenizer,
+        bos_token=BUILTIN_EOS_TOKEN,
+        eos_token=BUILTIN_EOS_TOKEN,
     )
     tokenizer.save_pretrained(folder)

@@ -9,7 +9,12 @@ import torch
 
 from roseinfer.errors import InputError
 
-_DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def resolve_device(device: str) -> torch.device:
@@ -37,7 +42,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def _bf16_is_fast(device: torch.device) -> bool:
     """A CPU without matrix or AVX-512 instructions for bf16 emulates it, an order of magnitude slower than fp32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # Private, like all of torch's questions about the CPU; absent ones count as no.
     questions = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, question, bool)() for question in questions)

@@ -143,5 +143,7 @@ def _checked_len(max_model_len: int | None, context_length: int) -> int:
     if max_model_len is None:
         return context_length
     if not 2 <= max_model_len <= context_length:
-        raise InputError("max_model_len", max_model_len, f"must lie between 2 and the context, {context_length}")
+        raise InputError(
+            "max_model_len", max_model_len, f"must lie between 2 and the context, {context_length}"
+        )
     return max_model_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roseinfer.errors import ModelError
+
+_log = logging.getLogger(__name__)
 
 _CONVERTER_VERSION = 1
 """Part of the cache's key, with the version of transformers: a corrected converter must not find old folders."""
@@ -31,6 +34,7 @@ def converted_folder(file: Path, name: str) -> Path:
     folder = _cache_root() / f"{digest[:32]}-{_CONVERTER_VERSION}-{transformers.__version__}"
     if folder.is_dir():
         return folder
+    _log.warning("converting %s once, for all later loads; this takes up to a minute", file.name)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
@@ -62,7 +66,9 @@ def _convert(file: Path, folder: Path, name: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, **_dequantize()
         )
-    except Exception as error:  # transformers raises whatever its parts raise; a bad file is the user's matter
+    except (
+        Exception
+    ) as error:  # transformers raises whatever its parts raise; a bad file is the user's matter
         raise ModelError("model", name, f"cannot be converted ({type(error).__name__}: {error})") from error
     # Without this, transformers would note the quantisation that is no longer there, and refuse to save it.
     model.hf_quantizer = None

@@ -38,11 +38,12 @@ def pack_linears(model: nn.Module) -> bool:
         return False
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight.detach(), _detached(child.bias)))
-            elif type(child) is Conv1D:  # GPT-2's: the weight is stored [in, out]
-                weight = child.weight.detach().t().contiguous()
-                setattr(parent, name, PackedLinear(weight, _detached(child.bias)))
+            if type(child) not in (nn.Linear, Conv1D):
+                continue
+            own = {key: parameter.detach() for key, parameter in child.named_parameters(recurse=False)}
+            if type(child) is Conv1D:  # GPT-2's: the weight is stored [in, out]
+                own["weight"] = own["weight"].t().contiguous()
+            setattr(parent, name, PackedLinear(own["weight"], own.get("bias")))
     return True
 
 
@@ -50,7 +51,9 @@ def pack_linears(model: nn.Module) -> bool:
 def packing_works(dtype: torch.dtype) -> bool:
     """True when the private operators exist here and agree with F.linear in this dtype."""
     generator = torch.Generator().manual_seed(0)
-    weight, x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 32), (3, 32), (48,)))
+    weight, x, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 32), (3, 32), (48,))
+    )
     try:
         got = _packed_linear(x, _pack(weight), bias)
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -67,7 +70,3 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from roseinfer.engine.builtin import BUILTIN_SEED, build_builtin
 from roseinfer.errors import ModelError
@@ -39,21 +41,45 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) ->
     if source.kind is SourceKind.BUILTIN:
         model = build_builtin().to(device=device, dtype=dtype)
         return LoadedModel(model, builtin_tokenizer(), _eos_ids(model), f"random (seed {BUILTIN_SEED})")
-    folder = _model_folder(source)
+    with no_progress_bars():
+        return _load_folder(_model_folder(source), source.name, device, dtype)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws bars on stderr by itself, also where nobody looks at a terminal."""
+    were_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            transformers_logging.enable_progress_bar()
+
+
+def _load_folder(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=copy.deepcopy(config),
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         fast = FastTokenizer(tokenizer.backend_tokenizer).clone()
-    except Exception as error:  # transformers raises whatever its parts raise; a bad model is the user's matter
-        raise ModelError("model", source.name, f"cannot be loaded: {_first_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # transformers raises whatever its parts raise; a bad model is the user's matter
+        raise ModelError("model", name, f"cannot be loaded: {_first_line(error)}") from error
+    # transformers would go on with random values in their place.
+    if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
+        raise ModelError(
+            "model", name, f"{len(missing)} weights are missing or misshapen, {missing[0]} among them"
+        )
     return LoadedModel(model.to(device).eval(), fast, _eos_ids(model, tokenizer.eos_token_id), "real")
 
 
@@ -77,7 +103,10 @@ def _download(hub_id: str) -> Path:
     try:
         folder = Path(
             snapshot_download(
-                hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_OTHER_FILES, etag_timeout=_HUB_TIMEOUT_S
+                hub_id,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_OTHER_FILES,
+                etag_timeout=_HUB_TIMEOUT_S,
             )
         )
     except RepositoryNotFoundError:

@@ -21,6 +21,8 @@ _PROBE_NAME = "roseinfer_probe"
 _IRRELEVANT = {STEP_ARGUMENT, "scaling", "position_ids", "use_cache"}
 """Keyword arguments that `attend` honours or that change nothing once positions are applied."""
 
+_HARMLESS = [("dropout", 0.0), ("is_causal", True), ("output_attentions", False)]
+
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -54,12 +56,12 @@ def probe(model: PreTrainedModel, name: str, max_model_len: int) -> list[LayerSh
         _check_layers(calls, config.num_hidden_layers)
         for call in calls:
             _check_call(call, max_model_len)
-    except _Unsupported as unsupported:
+    except _UnsupportedError as unsupported:
         raise ModelError("model", name, f"{unsupported}; this engine would compute it wrongly") from None
     return [call.shape for call in calls]
 
 
-class _Unsupported(Exception):
+class _UnsupportedError(Exception):
     """Carries what is not honoured."""
 
 
@@ -77,10 +79,12 @@ def _record(model: PreTrainedModel) -> list[_Call]:
                 use_cache=False,
                 **{STEP_ARGUMENT: calls},
             )
-    except _Unsupported:
+    except _UnsupportedError:
         raise
     except Exception as error:
-        raise _Unsupported(f"its forward does not take a packed step ({type(error).__name__}: {error})") from error
+        raise _UnsupportedError(
+            f"its forward does not take a packed step ({type(error).__name__}: {error})"
+        ) from error
     model.set_attn_implementation(ATTENTION_NAME)
     return calls
 
@@ -95,7 +99,7 @@ def _recording_attention(
 ) -> tuple[torch.Tensor, None]:
     calls: list[_Call] | None = kwargs.get(STEP_ARGUMENT)
     if calls is None:
-        raise _Unsupported("it does not pass keyword arguments on to its attention")
+        raise _UnsupportedError("it does not pass keyword arguments on to its attention")
     shape = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
     calls.append(_Call(module, shape, kwargs | {"attention_mask": attention_mask}))
     _, heads, n_tokens, _ = query.shape
@@ -105,24 +109,24 @@ def _recording_attention(
 def _check_layers(calls: list[_Call], num_layers: int) -> None:
     """Every layer must have called the attention function exactly once, in order."""
     if not calls:
-        raise _Unsupported("it does not use transformers' AttentionInterface")
+        raise _UnsupportedError("it does not use transformers' AttentionInterface")
     layers = [getattr(call.module, "layer_idx", None) for call in calls]
     if layers != list(range(num_layers)):
-        raise _Unsupported(f"of its {num_layers} layers, these have attention of the known kind: {layers}")
+        raise _UnsupportedError(
+            f"of its {num_layers} layers, these have attention of the known kind: {layers}"
+        )
 
 
 def _check_call(call: _Call, max_model_len: int) -> None:
     for key, value in call.kwargs.items():
-        if value is None or key in _IRRELEVANT:
+        if value is None or key in _IRRELEVANT or (not torch.is_tensor(value) and (key, value) in _HARMLESS):
             continue
         if key == "sliding_window" and value >= max_model_len:
             continue
-        if (key == "dropout" and value == 0.0) or (key == "is_causal" and value) or value is False:
-            continue
         shown = f"={value}" if isinstance(value, int | float | str) else ""
-        raise _Unsupported(f"its attention asks for {key}{shown}{_hint(key, value)}")
+        raise _UnsupportedError(f"its attention asks for {key}{shown}{_hint(key, value)}")
     if not getattr(call.module, "is_causal", True):
-        raise _Unsupported("its attention is not causal")
+        raise _UnsupportedError("its attention is not causal")
 
 
 def _check_config(config: Any, max_model_len: int) -> None:
@@ -130,20 +134,20 @@ def _check_config(config: Any, max_model_len: int) -> None:
     for layer_type in set(getattr(config, "layer_types", None) or ()):
         window = getattr(config, _WINDOWS[layer_type], None) if layer_type in _WINDOWS else 0
         if layer_type != "full_attention" and (window is None or window < max_model_len):
-            raise _Unsupported(f"it has layers of type {layer_type}{_hint('sliding_window', window)}")
+            raise _UnsupportedError(f"it has layers of type {layer_type}{_hint('sliding_window', window)}")
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < max_model_len:
-        raise _Unsupported(f"it has attention_chunk_size={chunk}{_hint('attention_chunk_size', chunk)}")
+        raise _UnsupportedError(f"it has attention_chunk_size={chunk}{_hint('attention_chunk_size', chunk)}")
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type", "default")
         original = rope.get("original_max_position_embeddings")
         if kind in _BATCH_DEPENDENT_ROPE and (original is None or max_model_len > original):
-            raise _Unsupported(
+            raise _UnsupportedError(
                 f"its {kind} rope scaling depends on the longest request of a step"
                 f"{_hint('original_max_position_embeddings', original)}"
             )
         if kind not in _STATIC_ROPE | _BATCH_DEPENDENT_ROPE:
-            raise _Unsupported(f"its rope scaling is of the unknown type {kind}")
+            raise _UnsupportedError(f"its rope scaling is of the unknown type {kind}")
 
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

@@ -51,10 +51,14 @@ class SimRun:
 
     outcomes: list[Request | SchedulerManagerOverloadedError]
     admission: Admission
-    step_spans: list[list[tuple[int, int, int]]] = field(default_factory=list)  # (arrival index, start, n_tokens)
+    step_spans: list[list[tuple[int, int, int]]] = field(
+        default_factory=list
+    )  # (arrival index, start, n_tokens)
 
 
-def simulate(arrivals: Sequence[Arrival], limits: SimLimits, step_seconds: Callable[[StepPlan], float]) -> SimRun:
+def simulate(
+    arrivals: Sequence[Arrival], limits: SimLimits, step_seconds: Callable[[StepPlan], float]
+) -> SimRun:
     """Plays `arrivals` against an engine whose steps last `step_seconds(plan)`. Readers read without delay.
 
     Raises PromptTooLongError for an arrival that could never be served.
@@ -69,7 +73,9 @@ class _Simulation:
         self.arrivals = arrivals
         self.step_seconds = step_seconds
         self.core = Core(
-            limits=SchedulerLimits(limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens),
+            limits=SchedulerLimits(
+                limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
+            ),
             kv_cache=KVCache(blocks_for(limits.kv_cache_tokens)),
             admission=Admission(limits.max_inflight_requests),
             max_model_len=limits.max_model_len,
@@ -94,7 +100,7 @@ class _Simulation:
                 assert self.running is not None
                 plan, result = self.running
                 self.running = None
-                self._read(self.core.commit(plan, result))
+                self._read(self.core.commit(plan, result, now))
             if self.running is None and not (self.heap and self.heap[0][0] == now):
                 self._start_step(now)
         self.result.outcomes = [outcomes[index] for index in range(len(self.arrivals))]

@@ -102,5 +102,10 @@ def facts_of(requests: pd.DataFrame) -> CellFacts:
 
 def facts_by_cell(requests: pd.DataFrame) -> dict[tuple[str, int], CellFacts]:
     """`facts_of` for every cell and repeat of `requests`."""
-    groups = requests.groupby(["cell_id", "repeat"])
-    return {(cell, int(repeat)): facts_of(rows) for (cell, repeat), rows in groups}
+    return {
+        (str(cell), repeat): facts_of(rows)
+        for cell, repeats in requests.groupby("cell_id")
+        for repeat, rows in (
+            (r, repeats[repeats["repeat"] == r]) for r in map(int, repeats["repeat"].unique())
+        )
+    }

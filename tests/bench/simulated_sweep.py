@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from roseinfer.bench.records import REQUEST_SCHEMA
 from roseinfer.bench.summary import sort_cells, summarise
@@ -33,7 +34,13 @@ def simulate(
         served = _served(rng, admitted, prompt_len)
         for index in range(burst):
             sent_s = 30e-6 * index
-            factors = {"max_inflight": limit, "burst_size": burst, "prompt_len": prompt_len, "output_len": 4}
+            factors = {
+                "max_inflight": limit,
+                "burst_size": burst,
+                "prompt_len": prompt_len,
+                "output_len": 4,
+                "arrival": "burst",
+            }
             key = {"run_id": "run", "cell_id": cell, "repeat": repeat, "request_index": index}
             sent = {"scheduled_s": 0.0, "permitted_s": 0.0, "sent_s": sent_s}
             if index < admitted:
@@ -55,7 +62,8 @@ def simulate(
             inflight_at_start=0,
             started_utc="2026-01-01T00:00:00Z",
         )
-    requests = pd.DataFrame(rows).reindex(columns=REQUEST_SCHEMA.names)
+    table = pa.Table.from_pylist(rows, schema=REQUEST_SCHEMA)
+    requests: pd.DataFrame = table.to_pandas()
     return requests, sort_cells(summarise(requests, facts))
 
 
@@ -63,24 +71,22 @@ def _served(rng: np.random.Generator, admitted: int, prompt_len: int) -> list[di
     """The stamps of the admitted requests: one tokeniser, then batches of 8 from first to last token."""
     drift = 1 + 0.05 * rng.standard_normal()
     tokenized_s = np.cumsum(rng.uniform(2e-4, 4e-4, admitted))
-    stamps, free_s = [], 0.0
+    stamps: list[dict[str, float]] = []
+    free_s = 0.0
     for first in range(0, admitted, _BATCH):
         batch = range(first, min(first + _BATCH, admitted))
         start_s = max(free_s, tokenized_s[batch[-1]])
         token_s = start_s + drift * (0.01 + 2e-4 * prompt_len * len(batch)) * rng.uniform(0.97, 1.05)
         free_s = token_s + 3 * drift * 0.012 * rng.uniform(0.97, 1.05)
-        for index in batch:
-            stamps.append(
-                {
-                    "tokenized_s": tokenized_s[index],
-                    "first_scheduled_s": start_s,
-                    "first_token_s": token_s,
-                    "last_token_s": free_s,
-                    "finished_s": free_s,
-                    "received_first_s": token_s + 2e-4,
-                    "received_last_s": free_s + 2e-4,
-                    "released_s": free_s + 3e-4,
-                    "ended_s": free_s + 3e-4,
-                }
-            )
+        done = {
+            "first_scheduled_s": start_s,
+            "first_token_s": token_s,
+            "last_token_s": free_s,
+            "finished_s": free_s,
+            "received_first_s": token_s + 2e-4,
+            "received_last_s": free_s + 2e-4,
+            "released_s": free_s + 3e-4,
+            "ended_s": free_s + 3e-4,
+        }
+        stamps += [{"tokenized_s": float(tokenized_s[index]), **done} for index in batch]
     return stamps

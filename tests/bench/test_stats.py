@@ -264,7 +264,7 @@ def test_ratio_interval_holds_what_the_signed_rank_test_does_not_reject() -> Non
         t = int(ranks[distance > 0].sum())
         below = sum(count for value, count in null.items() if value <= t) / 2**n
         above = sum(count for value, count in null.items() if value >= t) / 2**n
-        return min(below, above) > 0.025
+        return bool(min(below, above) > 0.025)
 
     found = ratio_interval(np.exp(logs), np.ones(n))
     lo, hi = math.log(found.lo), math.log(found.hi)

@@ -29,7 +29,9 @@ class Driver:
         random.Random(0).shuffle(self._free)
         self._ids = count()
 
-    def request(self, prompt: Sequence[int], *, seed: int = 0, max_new_tokens: int = 32, **params: Any) -> Request:
+    def request(
+        self, prompt: Sequence[int], *, seed: int = 0, max_new_tokens: int = 32, **params: Any
+    ) -> Request:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, **params)
         ticket: Ticket = None  # type: ignore[assignment]  # no admission here
         request = Request(next(self._ids), sampling, ticket, seed, list(prompt), 0.0)

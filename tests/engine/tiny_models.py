@@ -78,7 +78,11 @@ def generated(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list
     """What transformers' own greedy generation answers to `prompt`."""
     ids = torch.tensor([prompt])
     output = reference(family).generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -1,0 +1,85 @@
+"""Composed prompts: exact lengths, each of its own text, the same again for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from roseinfer.bench.prompts import POOL_WORDS, PromptMaker
+from roseinfer.errors import InputError
+from roseinfer.tokenization import BUILTIN_VOCAB_SIZE, FastTokenizer, builtin_tokenizer
+from tests.bench.experiments import WORDS, WordTokenizer
+
+
+class WithStart(WordTokenizer):
+    """Puts a special token in front, as many models want it."""
+
+    def encode(self, text: str) -> list[int]:
+        return [len(WORDS), *super().encode(text)]
+
+
+class Fusing(WordTokenizer):
+    """Two words side by side become one token: no text of exactly n tokens can be put together from words."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text)[::2] if len(text.split()) > 3 else super().encode(text)
+
+
+class WithoutWords(WordTokenizer):
+    def decode(self, ids: list[int]) -> str:
+        return "*" * len(ids)
+
+
+@pytest.fixture(scope="module")
+def builtin() -> FastTokenizer:
+    return builtin_tokenizer()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 31, 500])
+def test_a_prompt_has_exactly_the_length_asked_for(builtin: FastTokenizer, n_tokens: int) -> None:  # case I1
+    maker = PromptMaker(builtin, BUILTIN_VOCAB_SIZE)
+    for index in range(5):
+        assert len(builtin.encode(maker.text(7, index, n_tokens))) == n_tokens
+
+
+def test_special_tokens_count(builtin: FastTokenizer) -> None:  # case I2
+    tokenizer = WithStart()
+    assert len(tokenizer.encode(PromptMaker(tokenizer, len(WORDS)).text(0, 0, 5))) == 5
+
+
+def test_prompts_of_one_seed_differ_from_their_first_tokens_on() -> None:  # case I7
+    tokenizer = WordTokenizer()
+    maker = PromptMaker(tokenizer, len(WORDS))
+    starts = {tuple(tokenizer.encode(maker.text(3, index, 16))[:4]) for index in range(200)}
+    assert len(starts) == 200
+
+
+def test_a_prompt_follows_from_seed_and_index_alone() -> None:  # case C5
+    maker, again = (PromptMaker(WordTokenizer(), len(WORDS)) for _ in range(2))
+    again.text(1, 0, 8)  # what was asked before does not matter
+    assert maker.text(5, 3, 8) == again.text(5, 3, 8)
+    assert len({maker.text(5, 3, 8), maker.text(6, 3, 8), maker.text(5, 4, 8)}) == 3
+
+
+def test_the_words_of_a_large_vocabulary_are_bounded(builtin: FastTokenizer) -> None:
+    maker = PromptMaker(builtin, BUILTIN_VOCAB_SIZE)
+    assert len(maker._words) == len(set(maker._words)) == POOL_WORDS
+
+
+def test_a_vocabulary_larger_than_the_tokenizer_is_no_problem() -> None:
+    assert PromptMaker(WordTokenizer(), 10 * len(WORDS)).text(0, 0, 3)  # padded embeddings
+
+
+def test_a_tokenizer_without_words_is_refused() -> None:
+    with pytest.raises(InputError, match="use --prompt"):
+        PromptMaker(WithoutWords(), len(WORDS))
+
+
+def test_a_length_that_special_tokens_fill_alone_is_refused() -> None:
+    maker = PromptMaker(WithStart(), len(WORDS))
+    with pytest.raises(InputError, match="the tokenizer alone adds 1 tokens"):
+        maker.text(0, 0, 1)
+
+
+def test_a_text_that_misses_its_length_is_never_given_out() -> None:
+    with pytest.raises(InputError, match="no text of this length"):
+        PromptMaker(Fusing(), len(WORDS)).text(0, 0, 8)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from roseinfer.engine import linear as module
+from roseinfer.engine.linear import PackedLinear, pack_linears, packing_works
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+def sequence(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 56), nn.GELU(), Conv1D(24, 56), nn.Linear(24, 51, bias=False)).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 16, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_is_computed_after_packing(dtype: torch.dtype, rows: int) -> None:
+    plain = sequence(dtype)
+    packed = copy.deepcopy(plain)
+    pack_linears(packed)  # nothing, for bf16 on a CPU that has no instructions for it
+    x = torch.randn(1, rows, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.inference_mode():
+        assert torch.allclose(plain(x).float(), packed(x).float(), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_every_linear_layer_is_replaced() -> None:
+    model = sequence(torch.float32)
+    pack_linears(model)
+    assert [type(layer) for layer in model] == [PackedLinear, nn.GELU, PackedLinear, PackedLinear]
+
+
+def test_same_sizes_in_two_dtypes() -> None:  # case B25
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    expected = sequence(torch.float32)(x)
+    for dtype in (*DTYPES, *reversed(DTYPES)):
+        model = sequence(dtype)
+        pack_linears(model)
+        with torch.inference_mode():
+            got = model(x.to(dtype))
+        assert got.dtype == dtype
+        assert torch.allclose(got.float(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_a_shared_embedding_stays_as_it_is() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(11, 8), "head": nn.Linear(8, 11, bias=False)})
+    embedding = model["embedding"].get_parameter("weight")
+    model["head"].weight = embedding  # tied, as in most language models
+    before = embedding.detach().clone()
+    pack_linears(model)
+    assert model["embedding"].get_parameter("weight") is embedding
+    assert torch.equal(embedding, before)
+    hidden = torch.eye(8)
+    with torch.inference_mode():
+        assert torch.allclose(model["head"](hidden), before.t())
+
+
+@pytest.mark.parametrize("fault", ["absent", "wrong"])
+def test_plain_layers_stay_where_the_private_operators_fail(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def broken(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if fault == "absent":
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+        return torch.zeros(3, 48)
+
+    packing_works.cache_clear()
+    monkeypatch.setattr(module, "_packed_linear", broken)
+    model = sequence(torch.float32)
+    try:
+        assert not pack_linears(model)
+    finally:
+        packing_works.cache_clear()
+    assert isinstance(model[0], nn.Linear)
