@@ -107,10 +107,8 @@ class Core:
                 events.append(self._append_token(request, token_id, result.exec_end_s))
         return events
 
-    def fail_step(self, plan: StepPlan, error: BaseException, now: float) -> list[TokenEvent]:
-        """The step raised: every request that runs ends with the error, since its KV cache cannot be trusted."""
-        for span in plan.spans:
-            span.request.num_pending -= 1
+    def fail_step(self, error: BaseException, now: float) -> list[TokenEvent]:
+        """A step raised: every request that runs ends with the error, since its KV cache cannot be trusted."""
         return [
             self._end(request, now, FinishReason.ERROR, error=error)
             for request in list(self.scheduler.running.values())

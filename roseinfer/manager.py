@@ -13,13 +13,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from roseinfer.admission import Admission, AdmissionCounts
 from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
-from roseinfer.executor import Clock, Engine, StepPlan, StepResult
+from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
@@ -151,16 +152,10 @@ class SchedulerManager:
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
-            seed = secrets.randbits(63) if params.seed is None else params.seed
+            seed = self._seed(params)
             request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
             box = Mailbox(self._collector) if mailbox is None else mailbox
-            stream = RequestStream(
-                request,
-                box if mailbox is None else None,
-                self._tokenizer.new_decoder,
-                self._acknowledge,
-                self._close_request,
-            )
+            stream = RequestStream(request, box if mailbox is None else None, self)
             self._streams[request.request_id] = stream  # before its reader can see an event of it
             self._enter(request, box, prompt)
             if encoded is not None:
@@ -219,7 +214,7 @@ class SchedulerManager:
                 raise InputError(
                     "request_id", request_id, "has not ended: abort it, or wait for its terminal event"
                 )
-            self._acknowledge(request)
+            self.acknowledge_request(request)
 
     @property
     def inflight(self) -> int:
@@ -274,7 +269,7 @@ class SchedulerManager:
         try:
             result = self._executor.launch(plan).wait()
         except Exception as error:
-            self._publish(self._core.fail_step(plan, error, self._clock()))
+            self._publish(self._core.fail_step(error, self._clock()))
             return True
         scheduler = self._core.scheduler
         waiting, running, kv_tokens = (
@@ -337,7 +332,7 @@ class SchedulerManager:
             if self._closed:
                 raise self._closed_error()
             self._collector.open(request.request_id, mailbox)
-            self._inbox.put(lambda: self._core.submit(request))
+            self._inbox.put(partial(self._core.submit, request))
             if self._pool is not None and isinstance(prompt, str):
                 # Inside the gate, so that `close` cannot end the workers before they know of this prompt.
                 self._pool.encode(
@@ -364,6 +359,12 @@ class SchedulerManager:
         else:
             self._command(lambda: self._core.tokenized(request.request_id, result, now))
 
+    @staticmethod
+    def _seed(params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        return secrets.randbits(63) if params.temperature else 0  # greedy asks for none, and drawing one takes long
+
     def _closed_error(self) -> ManagerClosedError:
         if self._died_of is None:
             return ManagerClosedError("the manager is closed")
@@ -389,11 +390,16 @@ class SchedulerManager:
             raise InputError("request_id", request_id, "unknown, already read, or given up unread")
         return stream
 
-    def _acknowledge(self, request: Request) -> None:
+    # What a stream asks of its manager:
+
+    def new_decoder(self) -> IncrementalDecoder:
+        return self._tokenizer.new_decoder()
+
+    def acknowledge_request(self, request: Request) -> None:
         self._streams.pop(request.request_id, None)
         self._core.acknowledge(request, self._clock())
 
-    def _close_request(self, request: Request) -> None:
+    def close_request(self, request: Request) -> None:
         """The reader leaves: what still runs is aborted, what has ended unread is free at once."""
         self._streams.pop(request.request_id, None)
         if request.finish_reason is not None or not self._command(lambda: self._close_in_engine(request)):

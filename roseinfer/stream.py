@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from roseinfer.errors import InputError, RequestFailedError
 from roseinfer.executor import IncrementalDecoder
@@ -83,6 +83,8 @@ class Collector:
 class Mailbox:
     """Events in order of publication, taken all at once."""
 
+    __slots__ = ("_collector", "_events")
+
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._events: list[TokenEvent] = []
@@ -116,6 +118,20 @@ class Mailbox:
         return events
 
 
+class StreamOwner(Protocol):
+    """What a stream asks of its manager."""
+
+    def new_decoder(self) -> IncrementalDecoder: ...
+
+    def acknowledge_request(self, request: Request) -> None:
+        """The terminal event was taken: the slot is free."""
+        ...
+
+    def close_request(self, request: Request) -> None:
+        """The reader leaves."""
+        ...
+
+
 class Token(NamedTuple):
     token_id: int
     engine_time_s: float
@@ -142,21 +158,15 @@ class RequestStream:
     `mailbox` None: its events go to a mailbox that somebody else reads, and it cannot be iterated.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        mailbox: Mailbox | None,
-        new_decoder: Callable[[], IncrementalDecoder],
-        acknowledge: Callable[[Request], None],
-        close: Callable[[Request], None],
-    ) -> None:
+    # Slots, here and in Mailbox: objects that the garbage collector must visit cost a burst's submitter its tail.
+    __slots__ = ("_mailbox", "_owner", "_pending", "_request", "finish_reason", "request_id")
+
+    def __init__(self, request: Request, mailbox: Mailbox | None, owner: StreamOwner) -> None:
         self.request_id = request.request_id
         self.finish_reason: FinishReason | None = None
         self._request = request
         self._mailbox = mailbox
-        self._new_decoder = new_decoder
-        self._acknowledge = acknowledge
-        self._close = close
+        self._owner = owner
         self._pending: list[TokenEvent] = []  # taken from the mailbox, not yet handed out; last first
 
     @property
@@ -194,7 +204,7 @@ class RequestStream:
         """Ends the request if it still runs, and frees its slot. Harmless when repeated."""
         if self.finish_reason is None:
             self.finish_reason = FinishReason.ABORT
-            self._close(self._request)
+            self._owner.close_request(self._request)
 
     def tokens(self) -> Iterator[Token]:
         """Tokens as they come. With stop strings, ends with the token that completes one."""
@@ -253,21 +263,21 @@ class RequestStream:
 
     def _text_maker(self, want_text: bool) -> _TextMaker | None:
         stop = self._request.params.stop
-        return _TextMaker(self._new_decoder(), stop) if want_text or stop else None
+        return _TextMaker(self._owner.new_decoder(), stop) if want_text or stop else None
 
     def _handle(self, event: TokenEvent, text: _TextMaker | None) -> tuple[Token | None, str]:
         """What one event gives the reader. The slot is free before the last token is handed out."""
         piece = "" if text is None or event.token_id is None else text.add(event.token_id)
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
-            self._acknowledge(self._request)
+            self._owner.acknowledge_request(self._request)
             if event.error is not None:
                 raise RequestFailedError(self.request_id, str(event.error)) from event.error
             if text is not None:
                 piece += text.finish()
         if text is not None and text.stopped:
             if self.finish_reason is None:
-                self._close(self._request)
+                self._owner.close_request(self._request)
             self.finish_reason = FinishReason.STOP
         return None if event.token_id is None else Token(event.token_id, event.time_s), piece
 

@@ -11,14 +11,14 @@ from tests.scripted import ScriptedDecoder
 
 
 class WaitSignal(threading.Condition):
-    """Says when somebody is about to wait; whoever then takes the lock finds them waiting."""
+    """Counts those who are about to wait; whoever then takes the lock finds them waiting."""
 
     def __init__(self) -> None:
         super().__init__(threading.RLock())
-        self.somebody_waits = threading.Event()
+        self.waiting = threading.Semaphore(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        self.somebody_waits.set()
+        self.waiting.release()
         return super().wait(timeout)
 
 
@@ -38,13 +38,16 @@ class Desk:
         self.collector.open(request_id, mailbox)
         params = SamplingParams(max_new_tokens, stop=stop)
         request = Request(request_id, params, self.admission.reserve(0.0, 1), 0, [1], 0.0)
-        return RequestStream(
-            request,
-            mailbox,
-            ScriptedDecoder,
-            lambda request: self.asked.append(("acknowledge", request.request_id)),
-            lambda request: self.asked.append(("close", request.request_id)),
-        )
+        return RequestStream(request, mailbox, self)
+
+    def new_decoder(self) -> ScriptedDecoder:
+        return ScriptedDecoder()
+
+    def acknowledge_request(self, request: Request) -> None:
+        self.asked.append(("acknowledge", request.request_id))
+
+    def close_request(self, request: Request) -> None:
+        self.asked.append(("close", request.request_id))
 
     def publish(self, *events: TokenEvent) -> None:
         self.collector.publish(list(events))

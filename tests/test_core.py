@@ -226,11 +226,12 @@ def test_a_request_in_a_running_step_is_dropped_when_the_step_is_committed() -> 
 
 def test_a_slot_that_an_abort_frees_is_free_from_the_commit_on_not_from_the_step_end() -> None:
     driver = CoreDriver()
-    request = driver.add()
+    gone, here = driver.add(), driver.add()
     plan = planned(driver)
-    driver.abort(request)
-    driver.core.commit(plan, StepResult([1], 0.0, 1.0), 1.25)
-    assert request.ticket.released_s == 1.25
+    driver.abort(gone)
+    driver.core.commit(plan, StepResult([1, 1], 0.0, 1.0), 1.25)
+    assert gone.ticket.released_s == 1.25
+    assert here.first_token_s == 1.0  # tokens exist from the step's end on
 
 
 def test_an_aborted_request_is_in_no_later_step() -> None:  # cases B6, B10
@@ -304,9 +305,9 @@ def test_a_late_token_of_a_request_that_met_its_eos_is_dropped() -> None:  # cas
 
 
 def failed(driver: CoreDriver, error: Exception) -> list[TokenEvent]:
-    plan = planned(driver)
+    planned(driver)
     driver.now += 1
-    return driver.took(driver.core.fail_step(plan, error, driver.now))
+    return driver.took(driver.core.fail_step(error, driver.now))
 
 
 def test_a_step_that_raises_ends_all_that_ran_and_nothing_else() -> None:  # case B16
@@ -327,9 +328,9 @@ def test_a_step_that_raises_ends_all_that_ran_and_nothing_else() -> None:  # cas
 def test_a_request_that_was_aborted_in_a_step_that_raises_ends_as_aborted_and_frees_its_slot() -> None:
     driver = CoreDriver(limit=2)
     gone, here = driver.add(), driver.add()
-    plan = planned(driver)
+    planned(driver)
     driver.abort(gone)
-    driver.took(driver.core.fail_step(plan, RuntimeError("x"), 1.0))
+    driver.took(driver.core.fail_step(RuntimeError("x"), 1.0))
     assert (gone.finish_reason, here.finish_reason) == (FinishReason.ABORT, FinishReason.ERROR)
     assert driver.core.admission.inflight == 1  # the reader of the other has not seen the error
 
@@ -425,7 +426,8 @@ def test_nothing_leaks_whatever_happens_in_whatever_order(
             case "commit" if launched:
                 driver.commit(launched.pop(0), lambda span: token(span.request))
             case "raise" if launched:
-                driver.took(core.fail_step(launched.pop(0), RuntimeError("x"), driver.now))
+                launched.pop(0)
+                driver.took(core.fail_step(RuntimeError("x"), driver.now))
             case "wait":
                 driver.now += n
                 core.expire(driver.now)

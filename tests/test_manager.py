@@ -313,15 +313,17 @@ def test_a_worker_whose_tokeniser_raises_ends_the_stream(
         assert_all_slots_are_free(manager, 1)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("where", ["_enter", "_tokenized"])
 def test_a_caller_interrupted_anywhere_keeps_no_slot(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # case A4
     manager = by_hand(max_inflight_requests=1)
     real = getattr(manager, where)
 
     def interrupted(*args: Any) -> None:
-        real(*args)
+        if when == "after":
+            real(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -368,6 +368,13 @@ def test_whoever_got_in_while_closing_gets_an_end(workers: int, drain: bool) -> 
         assert manager.inflight == 0
 
 
+def test_the_loop_does_not_end_while_somebody_stands_at_its_door() -> None:
+    manager = by_hand()
+    manager.submit([1])
+    manager._closed = True
+    assert not manager._try_end()
+
+
 def test_a_reader_that_leaves_after_the_end_still_gives_its_slot_back() -> None:
     manager = SchedulerManager(ScriptedEngine(), max_inflight_requests=1)
     stream = manager.submit([1], SamplingParams(1))

@@ -190,6 +190,18 @@ def test_cancelled_requests_do_not_pile_up_behind_a_blocked_head() -> None:  # c
     assert len(driver.core.scheduler._ready) <= 2 + STALE_SLACK + 1
 
 
+def test_cancelling_many_leaves_the_others_in_their_order() -> None:
+    driver = CoreDriver(batch=1)
+    texts = [driver.add(text=True) for _ in range(60)]
+    for i in range(60):
+        driver.tokenized(texts[-i * 7 % 60], 4)  # 7 and 60 have no common factor: each once
+    for i in range(60):
+        if i % 4:
+            driver.abort(texts[i])
+    first_spans = [spans[0] for spans in driver.steps()]
+    assert [request_id for request_id, start, _ in first_spans if start == 0] == list(range(0, 60, 4))
+
+
 # ---- any order of anything ----
 
 

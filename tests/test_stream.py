@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -56,10 +55,24 @@ def test_a_blocked_reader_wakes_when_something_is_published() -> None:
     taken: list[TokenEvent] = []
     reader = threading.Thread(target=lambda: taken.extend(box.take()))
     reader.start()
-    desk.waits.somebody_waits.wait()
+    desk.waits.waiting.acquire()
     desk.publish(a_token(0, "a"))
     reader.join()
     assert taken == [a_token(0, "a")]
+
+
+def test_all_blocked_readers_wake_that_a_step_has_something_for() -> None:
+    desk = Desk()
+    streams = [desk.stream(i) for i in range(4)]
+    readers = [threading.Thread(target=list, args=(stream.tokens(),)) for stream in streams]
+    for reader in readers:
+        reader.start()
+    for _ in readers:
+        desk.waits.waiting.acquire()
+    desk.publish(*[an_end(i) for i in range(4)])
+    for reader in readers:
+        reader.join()
+    assert [stream.finish_reason for stream in streams] == [FinishReason.LENGTH] * 4
 
 
 def test_when_the_engine_dies_every_open_stream_ends_with_the_error() -> None:
@@ -253,7 +266,6 @@ def leave_by_forgetting(stream: RequestStream) -> None:
     tokens = stream.tokens()
     next(tokens)
     del tokens
-    gc.collect()
 
 
 def leave_twice(stream: RequestStream) -> None:
@@ -274,14 +286,14 @@ def test_a_reader_that_leaves_closes_its_stream_once(leave: Any) -> None:
     assert list(stream.tokens()) == []
 
 
-def test_a_decoder_that_raises_closes_the_stream() -> None:
+def test_a_decoder_that_raises_closes_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     stream = desk.stream()
 
     def no_decoder() -> ScriptedDecoder:
         raise ZeroDivisionError
 
-    stream._new_decoder = no_decoder
+    monkeypatch.setattr(desk, "new_decoder", no_decoder)
     with pytest.raises(ZeroDivisionError):
         next(stream.text())
     assert desk.asked == [("close", 0)]
@@ -293,7 +305,7 @@ def test_closing_from_another_thread_lets_a_blocked_reader_go() -> None:
     seen: list[Token] = []
     reader = threading.Thread(target=lambda: seen.extend(stream.tokens()))
     reader.start()
-    desk.waits.somebody_waits.wait()
+    desk.waits.waiting.acquire()
     stream.close()
     desk.publish(an_end(0, FinishReason.ABORT))  # what the manager answers
     reader.join()

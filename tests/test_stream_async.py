@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roseinfer.request import FinishReason, TokenEvent
-from roseinfer.stream import Mailbox, RequestStream, Token
+from roseinfer.stream import Collector, Mailbox, RequestStream, Token
 from tests.stream_desk import Desk, a_token, an_end
 
 
@@ -178,12 +178,11 @@ def test_a_loop_that_was_closed_under_its_reader_does_not_disturb_the_engine() -
 @pytest.mark.timeout(20)
 def test_a_reader_may_be_dropped_by_the_garbage_collector_inside_of_a_publication() -> None:
     async def main() -> None:
-        desk = Desk()
-        box = Mailbox(desk.collector)
-        waiting = box.take_async()
+        collector = Collector()
+        waiting = Mailbox(collector).take_async()
         waiting.send(None)
-        with desk.collector._condition:  # as in publish, where an allocation may run the collector
+        with collector._condition:  # as in publish, where an allocation may run the garbage collector
             waiting.close()
-        assert desk.collector._async_readers == {}
+        assert collector._async_readers == {}
 
     asyncio.run(main())

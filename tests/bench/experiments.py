@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from string import ascii_lowercase
 from typing import Any
@@ -80,3 +81,35 @@ def burst(engine: ScriptedEngine, n: int, *, prompt: Prompt = "hello", output_to
     sent = AllSent([prompt] * n)
     engine.compute = sent.wait
     return workload(sent.prompts, output_tokens=output_tokens)
+
+
+@dataclass(frozen=True)
+class ScriptedDescription:
+    """As `EngineDescription`, which cannot be had without torch."""
+
+    model: str = "scripted"
+    architecture: str = "none"
+    weights: str = "none"
+    parameters: int = 0
+    context_length: int = 4096
+    max_model_len: int = 4096
+    device: str = "cpu"
+    device_name: str = "nothing"
+    dtype: str = "float32"
+    num_threads: int = 1
+    linear_kernels: str = "plain"
+
+
+class ScriptedInferenceEngine(ScriptedEngine):
+    """Stands for `InferenceEngine`, whatever model is asked for."""
+
+    vocab_size = len(WORDS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_tokenizer = WordTokenizer
+        self.description = ScriptedDescription()
+
+    @classmethod
+    def from_pretrained(cls, model: str, **_: object) -> ScriptedInferenceEngine:
+        return cls()

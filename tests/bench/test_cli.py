@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
+import pandas as pd
 import pytest
 
 from roseinfer.bench import session
 from roseinfer.bench.cli import main
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.target import InProcessTarget
-from roseinfer.engine import EngineDescription, InferenceEngine
 from roseinfer.errors import RunError
 from roseinfer.executor import StepPlan
-from tests.bench.experiments import WORDS, WordTokenizer
-from tests.scripted import ScriptedEngine
+from tests.bench.experiments import ScriptedDescription, ScriptedInferenceEngine
 
 
 class Answer(NamedTuple):
@@ -227,31 +227,20 @@ def test_flags_override_the_file(ask: Ask, surroundings: Path) -> None:
 # ---- on an engine without a model ----
 
 
+SIZES = "--max-inflight 0,2 --burst-size 4 --repeats 2 --prompt-len 3 --run-id run -o out"
+"""A sweep of four cells."""
+
+
 class Lab:
     """`ask`, with a scripted engine in place of a model."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        self.engine = ScriptedEngine()
-        self.engine.make_tokenizer = WordTokenizer
-        self.engine.vocab_size = len(WORDS)
-        self.engine.description = EngineDescription(  # type: ignore[attr-defined]
-            model="scripted",
-            architecture="none",
-            weights="none",
-            parameters=0,
-            context_length=4096,
-            max_model_len=4096,
-            device="cpu",
-            device_name="nothing",
-            dtype="float32",
-            num_threads=1,
-            linear_kernels="plain",
-        )
+        self.engine = ScriptedInferenceEngine()
+        self.load: Callable[..., ScriptedInferenceEngine] = lambda model, **_: self.engine
 
-    def sweep(self, *words: str, seed: int = 0) -> Answer:
-        sizes = "--max-inflight 0,2 --burst-size 4 --repeats 2 --prompt-len 3 --run-id run -o out --quiet"
-        return self.ask("sweep", *sizes.split(), "--seed", str(seed), *words)
+    def sweep(self, *words: str) -> Answer:
+        return self.ask("sweep", *SIZES.split(), "--quiet", *words)
 
     def resume(self, *words: str) -> Answer:
         return self.ask("sweep", "--resume", "out/sweep/run", "--quiet", *words)
@@ -264,7 +253,8 @@ class Lab:
 @pytest.fixture
 def lab(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Lab:
     made = Lab(ask)
-    monkeypatch.setattr(InferenceEngine, "from_pretrained", lambda model, **_: made.engine)
+    stands_for_it = SimpleNamespace(from_pretrained=lambda model, **flags: made.load(model, **flags))
+    monkeypatch.setitem(sys.modules, "roseinfer.engine", SimpleNamespace(InferenceEngine=stands_for_it))
     monkeypatch.setattr(
         session, "draw_figures", lambda folder, place: [folder.path / "figures" / "a_figure.png"]
     )
@@ -465,9 +455,9 @@ def test_a_dry_run_says_what_is_left(interrupted: Lab) -> None:
     ],
 )
 def test_resuming_with_other_flags_says_what_differs_before_a_model_loads(
-    interrupted: Lab, monkeypatch: pytest.MonkeyPatch, words: str, says: str
+    interrupted: Lab, words: str, says: str
 ) -> None:
-    monkeypatch.setattr(InferenceEngine, "from_pretrained", lambda *_, **__: pytest.fail("loaded a model"))
+    interrupted.load = lambda *_, **__: pytest.fail("loaded a model")
     answer = interrupted.resume(*words.split())
     assert answer.code == 2
     assert says in answer.complaint
@@ -476,7 +466,7 @@ def test_resuming_with_other_flags_says_what_differs_before_a_model_loads(
 def test_resuming_with_other_code_says_so_before_a_model_loads(
     interrupted: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(InferenceEngine, "from_pretrained", lambda *_, **__: pytest.fail("loaded a model"))
+    interrupted.load = lambda *_, **__: pytest.fail("loaded a model")
     monkeypatch.setattr("roseinfer.bench.environment._source_sha256", lambda: "other")
     answer = interrupted.resume()
     assert answer.code == 2
@@ -484,8 +474,7 @@ def test_resuming_with_other_code_says_so_before_a_model_loads(
 
 
 def test_resuming_with_another_model_behind_the_name_says_so(interrupted: Lab) -> None:
-    described: Any = interrupted.engine
-    described.description = dataclasses.replace(described.description, dtype="bfloat16")
+    interrupted.engine.description = ScriptedDescription(dtype="bfloat16")
     answer = interrupted.resume()
     assert answer.code == 2
     assert "model dtype was float32, now bfloat16" in answer.complaint
@@ -500,10 +489,49 @@ def test_resuming_a_finished_run_prints_its_results_again(lab: Lab) -> None:
 def test_a_user_who_stops_before_anything_is_measured_is_told_so(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object, **__: object) -> None:
+    def stopped(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(InferenceEngine, "from_pretrained", stopped)
+    lab.load = stopped
     answer = lab.sweep()
     assert (answer.code, answer.complaint) == (130, "interrupted before anything was measured")
     assert not Path("out").exists()
+
+
+KILLED_SWEEP = """
+import itertools, sys, threading, types
+from roseinfer.bench.target import InProcessTarget
+from tests.bench.experiments import ScriptedInferenceEngine
+
+def run(self, cell, workload):
+    if next(bursts) == 3:  # the first was the warm-up
+        self._engine._engine.compute = lambda plan: (print("in the third cell", flush=True), threading.Event().wait())
+    return measured(self, cell, workload)
+
+bursts, measured = itertools.count(), InProcessTarget.run
+InProcessTarget.run = run
+sys.modules["roseinfer.engine"] = types.SimpleNamespace(InferenceEngine=ScriptedInferenceEngine)
+from roseinfer.bench.cli import main
+main()
+"""
+
+
+def test_a_killed_sweep_loses_the_running_cell_only_and_goes_on(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = [sys.executable, "-c", KILLED_SWEEP, "sweep", *SIZES.split(), "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the third cell\n"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    before = lab.folder.read_requests()
+    assert len(lab.folder.finished_cells()) == 2
+    assert len(before) == 2 * 4
+
+    assert lab.resume().code == 0
+    after = lab.folder.read_requests()
+    assert lab.folder.is_done
+    assert len(after) == 4 * 4
+    pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)
