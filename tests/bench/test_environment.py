@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from roseinfer.bench import environment
-from roseinfer.bench.environment import GcPause, GcPauses, describe_environment, public_command
+from roseinfer.bench.environment import GC_THRESHOLD, GcPause, GcPauses, describe_environment, public_command
 
 
 def test_the_environment_is_json() -> None:
@@ -232,3 +233,10 @@ def test_a_collection_that_had_begun_before_is_left_out() -> None:
     watch = GcPauses(lambda: 0.0)
     watch._on_collection("stop", {"generation": 2})
     assert watch.pauses == []
+
+
+def test_collections_are_rare_within_and_as_before_after() -> None:
+    before = gc.get_threshold()
+    with GcPauses(time.perf_counter):
+        assert gc.get_threshold()[0] == GC_THRESHOLD
+    assert gc.get_threshold() == before
