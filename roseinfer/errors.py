@@ -65,11 +65,15 @@ class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
     """
 
     def __init__(self, *, limit: int, inflight: int, reason: str, retry_after_s: float | None) -> None:
-        super().__init__(f"too many inflight requests: {inflight} in flight, limit {limit} ({reason})")
+        super().__init__(limit, inflight, reason, retry_after_s)
         self.limit = limit
         self.inflight = inflight
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        # Made when somebody reads it: a refusal has to be cheap.
+        return f"too many inflight requests: {self.inflight} in flight, limit {self.limit} ({self.reason})"
 
 
 class ManagerClosedError(RoseinferError, RuntimeError):

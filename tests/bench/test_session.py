@@ -1,0 +1,335 @@
+"""What a command does, prints and leaves behind, from the model's loading on: on a scripted engine in its place."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pandas as pd
+import pytest
+
+from roseinfer.bench import session
+from roseinfer.bench.store import RunFolder
+from roseinfer.bench.target import InProcessTarget
+from roseinfer.errors import RunError
+from roseinfer.executor import StepPlan
+from tests.bench.asking import Answer, Ask
+from tests.bench.experiments import ScriptedDescription, ScriptedInferenceEngine
+
+SIZES = "--max-inflight 0,2 --burst-size 4 --repeats 2 --prompt-len 3 --run-id run -o out"
+"""A sweep of four cells."""
+
+
+class Lab:
+    """`ask`, with a scripted engine in place of a model."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.engine = ScriptedInferenceEngine()
+        self.load: Callable[[], ScriptedInferenceEngine] = lambda: self.engine
+
+    def from_pretrained(self, model: str, **_: object) -> ScriptedInferenceEngine:
+        return self.load()
+
+    def sweep(self, *words: str) -> Answer:
+        return self.ask("sweep", *SIZES.split(), "--quiet", *words)
+
+    def resume(self, *words: str) -> Answer:
+        return self.ask("sweep", "--resume", "out/sweep/run", "--quiet", *words)
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.open(Path("out/sweep/run"))
+
+
+@pytest.fixture
+def lab(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    made = Lab(ask)
+    monkeypatch.setitem(sys.modules, "roseinfer.engine", SimpleNamespace(InferenceEngine=made))
+    monkeypatch.setattr(
+        session, "draw_figures", lambda folder, place: [folder.path / "figures" / "a_figure.png"]
+    )
+    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # all of torch is on this heap, in every test
+    return made
+
+
+def test_a_valid_sweep_ends_with_0_and_prints_table_conclusion_and_places(lab: Lab) -> None:
+    answer = lab.sweep()
+    assert answer.code == 0
+    assert answer.err == ""  # --quiet
+    lines = answer.out.splitlines()
+    assert lines[0] == "burst 4, prompt tokens 3, new tokens 4"
+    assert any(
+        line.startswith("With max inflight 2 instead of no limit, throughput went from") for line in lines
+    )
+    assert lines[-2:] == ["Run: out/sweep/run", "Figures: out/sweep/run/figures: a_figure (.png, .svg, .csv)"]
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(lab: Lab) -> None:
+    answer = lab.ask(*"sweep --max-inflight 0,2 --burst-size 4 --repeats 2 --prompt-len 3".split())
+    lines = [line.split(" s  ")[1] for line in answer.err.splitlines()]
+    assert lines[:2] == ["loading the model", "warm-up 1/1"]
+    assert [line.split(",")[0] for line in lines[2:-2]] == [f"cell {number} of 4" for number in (1, 2, 3, 4)]
+    assert lines[-2:] == ["summing up", "drawing"]
+
+
+def test_json_is_all_of_stdout_and_plain_json(lab: Lab) -> None:
+    answer = lab.sweep("--json", "--slo", "p99_ttft:250")
+    printed = json.loads(answer.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert "max inflight" in answer.err
+    rows = printed["summary"]
+    assert [(row["max_inflight"], row["repeat"]) for row in rows] == [
+        *((2, 0), (2, 1), (2, None)),
+        *((None, 0), (None, 1), (None, None)),
+    ]
+    assert all(type(row["offered"]) is int for row in rows)
+    assert printed["valid"] is True
+    assert printed["run"] == "out/sweep/run"
+    assert len(printed["conclusions"]) == len(printed["recommendations"]) == 1
+
+
+def test_the_recommended_limit_is_printed(lab: Lab) -> None:
+    answer = lab.sweep("--slo", "p99_ttft:60000", "--burst-size", "60")
+    assert "recommended for p99_ttft:60000: no limit." in answer.out
+
+
+def test_an_invalid_measurement_is_written_said_and_ends_with_4(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 0.0)
+    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S_PER_REQUEST", 0.0)
+    answer = lab.sweep()
+    assert answer.code == 4
+    assert answer.out.count("\nINVALID: ") == 2  # a line per cell, not per repeat
+    assert lab.folder.is_done
+
+
+def test_nothing_completed_ends_with_5(lab: Lab) -> None:  # cases D2, G13
+    def fail(plan: StepPlan) -> None:
+        raise ValueError("scripted failure")
+
+    lab.engine.compute = fail
+    answer = lab.sweep()
+    assert answer.code == 5
+    assert "more than 1 % together" in answer.out  # case D1
+    assert "Traceback" not in answer.err
+
+
+def test_a_disk_that_fills_up_meanwhile_ends_with_1_and_leaves_no_half_cell(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = RunFolder.write_cell, iter(range(100))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def third_fails(self: RunFolder, *args: Any) -> None:
+        if next(calls) == 2:
+            monkeypatch.setattr("roseinfer.bench.store.pq.ParquetWriter", full)
+        write(self, *args)
+
+    monkeypatch.setattr(RunFolder, "write_cell", third_fails)
+    answer = lab.sweep()
+    assert answer.code == 1
+    assert answer.complaint.endswith("No space left on device")
+    assert len(lab.folder.finished_cells()) == 2
+    assert len(list(Path("out/sweep/run/cells").iterdir())) == 2
+
+
+def test_an_engine_that_cannot_be_set_up_leaves_no_run_behind(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(**_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(lab.engine, "make_executor", no_memory)
+    answer = lab.sweep()
+    assert answer.code == 1
+    assert "can't allocate memory" in answer.complaint
+    assert not Path("out").exists()
+
+
+def test_results_are_printed_also_where_figures_cannot_be_drawn(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: RunFolder, place: Path | None) -> list[Path]:
+        raise RunError("figures could not be written")
+
+    monkeypatch.setattr(session, "draw_figures", fail)
+    answer = lab.sweep()
+    assert (answer.code, answer.complaint) == (1, "figures could not be written")
+    assert "throughput (tokens/s)" in answer.out
+
+
+def test_run_prints_a_report_per_repeat(lab: Lab) -> None:
+    answer = lab.ask(*"run --max-inflight 2 --num-requests 4 --repeats 3 --prompt-len 3 --quiet".split())
+    assert answer.code == 0
+    assert answer.out.count("=== streaming benchmark ===\n") == 3
+    assert answer.out.count("\nTokenize workers: 1\n") == 3
+
+
+def test_an_experiment_file_names_its_runs_and_may_name_them_otherwise(lab: Lab) -> None:
+    sizes = 'burst-size = 4\nrepeats = 1\nprompt-len = 3\noutput-dir = "out"\nrun-id = "run"\nquiet = true\n'
+    Path("question.toml").write_text(sizes)
+    Path("other.toml").write_text(sizes + 'experiment-name = "mine"\n')
+    assert "Run: out/question/run\n" in lab.ask("sweep", "question.toml").out
+    assert "Run: out/mine/run\n" in lab.ask("sweep", "other.toml").out
+    assert "Run: out/flag/run\n" in lab.ask("sweep", "other.toml", "--experiment-name", "flag").out
+
+
+def test_metadata_and_configuration_are_kept_with_the_run(lab: Lab) -> None:
+    lab.sweep("--metadata", "rack=7", "--metadata", "why=a=b")
+    manifest = lab.folder.manifest
+    assert manifest["metadata"] == {"rack": "7", "why": "a=b"}
+    assert manifest["configuration"]["max-inflight"] == "0,2"
+    assert manifest["model"]["source"] == "builtin"
+    assert manifest["command"].startswith("roseinfer-bench sweep --max-inflight 0,2")
+
+
+def test_a_run_id_that_exists_is_refused(lab: Lab) -> None:
+    assert lab.sweep().code == 0
+    answer = lab.sweep()
+    assert (answer.code, answer.complaint) == (2, "--run-id 'run': sweep has a run of this id")
+
+
+# ---- resuming ----
+
+
+@pytest.fixture
+def interrupted(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A sweep of four cells that its user stopped in the third."""
+    run, calls = InProcessTarget.run, iter(range(100))
+
+    def stopped(self: Any, *args: Any) -> Any:
+        if next(calls) == 3:  # the first call is the warm-up
+            raise KeyboardInterrupt
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessTarget, "run", stopped)
+        answer = lab.sweep("--slo", "p99_ttft:250")
+    assert answer.code == 130
+    assert answer.complaint == (
+        "interrupted; 2 of 4 cells are on disk. To go on: roseinfer-bench sweep --resume out/sweep/run"
+    )
+    return lab
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(interrupted: Lab) -> None:
+    before = interrupted.folder.finished_cells()
+    answer = interrupted.resume()
+    assert answer.code == 0
+    assert "p99_ttft:250" in answer.out  # its goal was kept
+    assert interrupted.folder.is_done
+    assert before < interrupted.folder.finished_cells()
+    assert len(interrupted.folder.read_requests()) == 4 * 4
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_dry_run_says_what_is_left(interrupted: Lab) -> None:
+    lines = interrupted.resume("--dry-run").out.splitlines()
+    assert sum(int(line.split()[-2]) for line in lines) == 2
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--max-inflight 0,4", "--max-inflight was 0,2, now 0,4"),
+        ("--seed 5", "--seed was 0, now 5"),
+        ("--repeats 3", "--repeats was 2, now 3"),
+        ("--output-dir else", "--output-dir 'else': contradicts --resume"),
+        ("--run-id new", "--run-id 'new': contradicts --resume"),
+        ("--metadata a=b", "--metadata ['a=b']: contradicts --resume"),
+        ("some.toml", "EXPERIMENT.toml 'some.toml': contradicts --resume"),
+    ],
+)
+def test_resuming_with_other_flags_says_what_differs_before_a_model_loads(
+    interrupted: Lab, words: str, says: str
+) -> None:
+    interrupted.load = lambda: pytest.fail("loaded a model")
+    answer = interrupted.resume(*words.split())
+    assert answer.code == 2
+    assert says in answer.complaint
+
+
+def test_resuming_with_other_code_says_so_before_a_model_loads(
+    interrupted: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted.load = lambda: pytest.fail("loaded a model")
+    monkeypatch.setattr("roseinfer.bench.environment._source_sha256", lambda: "other")
+    answer = interrupted.resume()
+    assert answer.code == 2
+    assert "the code of roseinfer changed" in answer.complaint
+
+
+def test_resuming_with_another_model_behind_the_name_says_so(interrupted: Lab) -> None:
+    interrupted.engine.description = ScriptedDescription(dtype="bfloat16")
+    answer = interrupted.resume()
+    assert answer.code == 2
+    assert "model dtype was float32, now bfloat16" in answer.complaint
+    assert len(interrupted.folder.finished_cells()) == 2
+
+
+def test_resuming_a_finished_run_prints_its_results_again(lab: Lab) -> None:
+    first = lab.sweep().out
+    assert lab.resume().out == first
+
+
+def test_a_user_who_stops_before_anything_is_measured_is_told_so(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped() -> NoReturn:
+        raise KeyboardInterrupt
+
+    lab.load = stopped
+    answer = lab.sweep()
+    assert (answer.code, answer.complaint) == (130, "interrupted before anything was measured")
+    assert not Path("out").exists()
+
+
+KILLED_SWEEP = """
+import itertools, sys, threading, types
+from roseinfer.bench.target import InProcessTarget
+from tests.bench.experiments import ScriptedInferenceEngine
+
+def run(self, cell, workload):
+    if next(bursts) == 3:  # the first was the warm-up
+        self._engine._engine.compute = lambda plan: (print("in the third cell", flush=True), threading.Event().wait())
+    return measured(self, cell, workload)
+
+bursts, measured = itertools.count(), InProcessTarget.run
+InProcessTarget.run = run
+sys.modules["roseinfer.engine"] = types.SimpleNamespace(InferenceEngine=ScriptedInferenceEngine)
+from roseinfer.bench.cli import main
+main()
+"""
+
+
+def test_a_killed_sweep_loses_the_running_cell_only_and_goes_on(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = [sys.executable, "-c", KILLED_SWEEP, "sweep", *SIZES.split(), "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the third cell\n"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    before = lab.folder.read_requests()
+    assert len(lab.folder.finished_cells()) == 2
+    assert len(before) == 2 * 4
+
+    assert lab.resume().code == 0
+    after = lab.folder.read_requests()
+    assert lab.folder.is_done
+    assert len(after) == 4 * 4
+    pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)
