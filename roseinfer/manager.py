@@ -363,7 +363,8 @@ class SchedulerManager:
     def _seed(params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
-        return secrets.randbits(63) if params.temperature else 0  # greedy asks for none, and drawing one takes long
+        # Greedy asks for none, and drawing one takes long.
+        return secrets.randbits(63) if params.temperature else 0
 
     def _closed_error(self) -> ManagerClosedError:
         if self._died_of is None:

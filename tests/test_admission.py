@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roseinfer.admission import DRAIN_WINDOW, Admission, Ticket, TicketState
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
+from tests.scripted import STEADY
 
 COST = 10
 
@@ -143,6 +144,7 @@ actions = st.lists(
 )
 
 
+@STEADY
 @given(actions, st.sampled_from([None, 1, 4]))
 def test_the_account_balances_after_anything_in_any_order(
     steps: list[tuple[float, int, str, int]], limit: int | None

@@ -65,6 +65,7 @@ def test_every_worker_has_a_tokenizer_of_its_own() -> None:  # case B13
         office.encode("wait")
     for tokenizer in office.tokenizers:
         tokenizer.began.wait()  # all four at once
+    for tokenizer in office.tokenizers:
         tokenizer.go_on.set()
     for _ in range(40):
         office.encode("x")

@@ -29,6 +29,7 @@ class Progress:
             disable=quiet or not self._is_live,
         )
         self._task = self._bar.add_task("", total=None)
+        self._total: int | None = None  # cells, once it is known
         self._quiet = quiet
 
     def __enter__(self) -> Self:
@@ -43,8 +44,15 @@ class Progress:
     def __call__(self, doing: str, done: int | None = None, total: int | None = None) -> None:
         if self._quiet:
             return
+        self._total = total or self._total
         if self._is_live:
-            self._bar.update(self._task, description=doing, completed=done or 0, total=total, refresh=True)
+            self._bar.update(
+                self._task,
+                description=doing,
+                completed=self._total if done is None else done,
+                total=self._total,
+                refresh=True,
+            )
         else:
             count = "" if done is None else f"cell {done + 1} of {total}, "
             print(f"{time.monotonic() - self._start_s:6.1f} s  {count}{doing}", file=sys.stderr, flush=True)

@@ -260,7 +260,8 @@ def model_name(manifest: Mapping[str, Any]) -> str:
 def machine_name(manifest: Mapping[str, Any]) -> str:
     """What it computed on, in a few words, from a run's manifest."""
     model, environment = manifest["model"], manifest["environment"]
-    return f"{model['device_name']}, {model['num_threads']} threads of {environment['cores_usable']} cores"
+    threads = "1 thread" if model["num_threads"] == 1 else f"{model['num_threads']} threads"
+    return f"{model['device_name']}, {threads} on {environment['cores_usable']} cores"
 
 
 def _spread(counts: list[int]) -> str:
