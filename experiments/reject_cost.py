@@ -36,7 +36,9 @@ def main() -> None:
     maker = PromptMaker(tokenizer, engine.vocab_size)
     texts = [maker.text(0, index, args.prompt_len) for index in range(args.burst_size)]
     ids = [tokenizer.encode(text) for text in texts]
-    print(f"{args.bursts} bursts of {args.burst_size} at limit {LIMIT}, {BACKGROUND} streams running beside them")
+    print(
+        f"{args.bursts} bursts of {args.burst_size} at limit {LIMIT}, {BACKGROUND} streams running beside them"
+    )
     print(f"{'prompt':<24}{'refused':>8}{'reject p99 (us)':>28}{'add_request p99 (us)':>28}")
     print(f"{'':<24}{'':>8}{'median':>14}{'worst':>14}{'median':>14}{'worst':>14}")
     for name, prompts, workers in (
@@ -44,9 +46,11 @@ def main() -> None:
         ("text, 1 worker", texts, 1),
         ("text, in the caller", texts, 0),
     ):
-        with SchedulerManager(engine, 16, max_inflight_requests=LIMIT, tokenize_workers=workers) as manager:
-            with GcPauses(time.perf_counter):  # as the benchmark measures
-                bursts = [_burst(manager, prompts) for _ in range(args.bursts)]
+        with (
+            SchedulerManager(engine, 16, max_inflight_requests=LIMIT, tokenize_workers=workers) as manager,
+            GcPauses(time.perf_counter),  # as the benchmark measures
+        ):
+            bursts = [_burst(manager, prompts) for _ in range(args.bursts)]
         rejects = [percentile(rejected, 99) * 1e6 for _, rejected in bursts]
         adds = [percentile(added, 99) * 1e6 for added, _ in bursts]
         refused = f"{bursts[0][1].size}"
@@ -59,7 +63,8 @@ def _burst(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds that each admission and each refusal of one burst took."""
     background = [
-        manager.submit([1000 + i], SamplingParams(max_new_tokens=512, ignore_eos=True)) for i in range(BACKGROUND)
+        manager.submit([1000 + i], SamplingParams(max_new_tokens=512, ignore_eos=True))
+        for i in range(BACKGROUND)
     ]
     readers = [stream.tokens() for stream in background]  # kept: a reader that is dropped ends its stream
     for reader in readers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import aclosing
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -206,13 +206,13 @@ class RequestStream:
             self.finish_reason = FinishReason.ABORT
             self._owner.close_request(self._request)
 
-    def tokens(self) -> Iterator[Token]:
+    def tokens(self) -> Generator[Token]:
         """Tokens as they come. With stop strings, ends with the token that completes one."""
         for token, _ in self._read(want_text=False):
             if token is not None:
                 yield token
 
-    def text(self) -> Iterator[str]:
+    def text(self) -> Generator[str]:
         """Text as it comes, never half a character and nothing of a stop string; no empty pieces."""
         for _, piece in self._read(want_text=True):
             if piece:

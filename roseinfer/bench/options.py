@@ -101,7 +101,7 @@ class RunOptions:
         ),
     ] = "0"
     max_active_requests: Annotated[int | None, _whole_option(help="Requests that run at a time.")] = None
-    max_batch_size: Annotated[int, _whole_option(help="Requests in one step of the engine.")] = 16
+    max_batch_size: Annotated[int, _whole_option(help="Requests in one step of the engine.")] = 32
     max_num_batched_tokens: Annotated[
         int | None, _whole_option(help="Token budget of a step. Default: chosen for the device.")
     ] = None

@@ -56,7 +56,7 @@ class Session:
         if context is not None:
             given = self.experiment.options.prompt
             given_tokens = None
-            if False:
+            if given is not None and source.kind is SourceKind.BUILTIN:
                 given_tokens = len(builtin_tokenizer().encode(given * self.experiment.options.prompt_repeats))
             self.experiment.check_fits(context, given_tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RunError
 from roseinfer.executor import Clock, StepPlan
+from roseinfer.manager import Prompt
 from roseinfer.request import TokenEvent
 from roseinfer.stream import Mailbox
 from tests.bench.experiments import burst, cell_of, experiment, workload
@@ -197,7 +198,9 @@ def test_a_chunk_holds_what_one_delivery_brought(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_steps_account_for_every_token() -> None:
-    result, _ = run(8, max_num_batched_tokens=12)  # chunks: prompts of 5 do not divide it
+    result, _ = run(
+        8, max_num_batched_tokens=6
+    )  # prompts of 5: some chunks are a single token, as decodes are
     steps = result.steps
     assert steps["step"].tolist() == list(range(len(steps)))
     assert steps["prefill_tokens"].sum() == 8 * 5
@@ -252,20 +255,28 @@ def test_a_tokenizer_that_fails_is_an_error_of_its_request_and_frees_its_slot() 
     assert result.steps.empty
 
 
-def test_a_dead_engine_is_an_error_of_every_request_and_hangs_nobody() -> None:
+def test_a_dead_engine_is_an_error_of_every_request_sent_before_and_after() -> None:
     class Died(BaseException):
         pass
 
-    def rig(engine: ScriptedEngine) -> None:
-        def die(plan: StepPlan) -> None:
-            raise Died
+    def die(plan: StepPlan) -> None:
+        raise Died
 
-        engine.compute = die
+    class UntilItIsDead(list[Prompt]):
+        def __iter__(self) -> Iterator[Prompt]:
+            yield "before"
+            (engine_thread,) = [
+                thread for thread in threading.enumerate() if thread.name == "roseinfer-engine"
+            ]
+            engine_thread.join(30)
+            yield from ["after"] * 2
 
-    requests = run_rigged(rig, n=200).requests  # some are sent before it dies, some may come after
+    load = workload(["before", "after", "after"])._replace(prompts=UntilItIsDead())
+    requests = measured(ScriptedEngine(die), experiment(num_requests=3), load).requests
     assert (requests["outcome"] == "error").all()
-    assert requests["error"].notna().all()
-    assert requests["ended_s"].notna().all()
+    assert requests["error"].str.contains("Died|engine died").all()
+    assert requests["ended_s"].notna().all()  # case D6
+    assert requests["reserved_s"].notna().tolist() == [True, False, False]
 
 
 def test_spaced_requests_are_sent_when_they_are_due_whatever_the_server_does() -> None:  # case C3
@@ -276,6 +287,7 @@ def test_spaced_requests_are_sent_when_they_are_due_whatever_the_server_does() -
     )  # the first is not served before the last is sent
     rows = measured(engine, made, load).requests
     assert rows["scheduled_s"].tolist() == pytest.approx([0.0, 0.004, 0.008, 0.012, 0.016])
+    assert (rows["permitted_s"] == rows["scheduled_s"]).all()  # the client has no cap of its own
     assert (rows["sent_s"] >= rows["scheduled_s"]).all()
     assert (rows["arrival"] == "constant").all()
     assert rows["request_rate"].tolist() == [250.0] * 5
