@@ -252,7 +252,7 @@ def _row(attempt: _Attempt, scheduled_s: float, t0: float) -> dict[str, Any]:
     sent_s, returned_s = attempt.sent_s - t0, attempt.returned_s - t0
     row: dict[str, Any] = {
         "scheduled_s": scheduled_s,
-        "permitted_s": sent_s,
+        "permitted_s": scheduled_s,
         "sent_s": sent_s,
         "attempts": 1,
         "waiting_at_send": attempt.waiting,

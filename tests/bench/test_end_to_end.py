@@ -203,14 +203,14 @@ main()
 def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """The folder of a sweep that got Ctrl-C in its third cell or a little later, its exit code and stderr."""
     results = tmp_path_factory.mktemp("stopped")
-    words = [*SWEEP.split(), "--repeats", "12", "--model", str(model), "-o", str(results), "--run-id", "run"]
+    words = [*SWEEP.split(), "--repeats", "6", "--model", str(model), "-o", str(results), "--run-id", "run"]
     command = [sys.executable, "-c", INTERRUPTIBLE, *words]
     told = ""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             told += line
-            if "cell 3 of 24" in line:
+            if "cell 3 of 12" in line:
                 process.send_signal(signal.SIGINT)
     return results / "sweep" / "run", process.returncode, told
 
@@ -241,12 +241,12 @@ def test_after_ctrl_c_the_finished_cells_are_whole_and_the_sweep_goes_on(
     folder = RunFolder.open(path)
     before = folder.read_requests()
     assert not folder.is_done
-    assert 2 <= len(folder.finished_cells()) < 24
+    assert 2 <= len(folder.finished_cells()) < 12
     assert set(before.groupby(["cell_id", "repeat"]).size()) == {12}
 
     assert ask(["sweep", "--resume", str(path), "--model", str(model)]) == 0
     after = RunFolder.open(path).read_requests()
-    assert len(after) == 24 * 12
+    assert len(after) == 12 * 12
     pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
         return original(self, cell, workload)
 
     monkeypatch.setattr(InProcessTarget, "run", run)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # slow where other tests have loaded torch
     return made
 
 
