@@ -63,6 +63,7 @@ class Admission:
         self.limit = limit
         self._lock = threading.RLock()
         self._inflight = 0
+        self._not_started = 0
         self._peak = 0
         self._reserved = 0
         self._refused = 0
@@ -83,6 +84,7 @@ class Admission:
                 )
             self._integrate(now)
             self._inflight += 1
+            self._not_started += 1
             self._peak = max(self._peak, self._inflight)
             self._reserved += 1
             self._backlog_tokens += cost_tokens
@@ -101,6 +103,7 @@ class Admission:
             if ticket.state is not TicketState.RESERVED:
                 return False
             ticket.state = TicketState.STARTED
+            self._not_started -= 1
             return True
 
     def progress(self, ticket: Ticket, done_tokens: int) -> None:
@@ -119,6 +122,7 @@ class Admission:
             self._integrate(now)
             if self._inflight < 1:
                 raise InvariantError("a slot was released that nobody held")
+            self._not_started -= ticket.state is TicketState.RESERVED
             ticket.state = TicketState.RELEASED
             ticket.released_s = now
             self._inflight -= 1
@@ -130,6 +134,11 @@ class Admission:
     @property
     def inflight(self) -> int:
         return self._inflight
+
+    @property
+    def not_started(self) -> int:
+        """Of those in flight, the ones that no step has worked on yet: tokenising or waiting."""
+        return self._not_started
 
     def counts(self) -> AdmissionCounts:
         with self._lock:

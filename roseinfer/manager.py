@@ -151,6 +151,8 @@ class SchedulerManager:
         request = None
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
+            if isinstance(prompt, str) and not prompt.isascii():
+                _check_text(prompt)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
             seed = self._seed(params)
             request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
@@ -166,6 +168,8 @@ class SchedulerManager:
                 self._streams.pop(request.request_id, None)
             if request is None or not self._command(lambda: self._close_in_engine(request)):
                 self.admission.release(ticket, self._clock())
+            if request is not None and self._ended:
+                self._collector.discard(request.request_id)
             raise
 
     def add_request(
@@ -222,9 +226,14 @@ class SchedulerManager:
         return self.admission.inflight
 
     @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self._core.scheduler.kv_cache.capacity_tokens
+
+    @property
     def waiting(self) -> int:
-        """Requests that are tokenising or wait for a seat, as of the last step."""
-        return len(self._core.scheduler.waiting)
+        """Requests that are tokenising or wait for a seat now."""
+        return self.admission.not_started
 
     def counts(self) -> AdmissionCounts:
         """Admission's own account of the slots."""
@@ -328,10 +337,12 @@ class SchedulerManager:
     # ---- between the two ----
 
     def _enter(self, request: Request, mailbox: Mailbox, prompt: Prompt) -> None:
+        # Not inside the gate: a collection while the collector's lock is held may close an abandoned stream, and
+        # so wait for the gate.
+        self._collector.open(request.request_id, mailbox)
         with self._gate:
             if self._closed:
                 raise self._closed_error()
-            self._collector.open(request.request_id, mailbox)
             self._inbox.put(partial(self._core.submit, request))
             if self._pool is not None and isinstance(prompt, str):
                 # Inside the gate, so that `close` cannot end the workers before they know of this prompt.
@@ -408,20 +419,26 @@ class SchedulerManager:
 
     def _close_in_engine(self, request: Request) -> list[TokenEvent]:
         now = self._clock()
-        if request.finish_reason is not None or request.arrival < 0:  # it has ended, or was never entered
+        if request.arrival < 0:  # its caller failed to enter it
+            self._collector.discard(request.request_id)
+            self._core.acknowledge(request, now)
+        elif request.finish_reason is not None:
             self._core.acknowledge(request, now)
         return self._core.abort(request.request_id, now)
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("prompt", prompt[error.start : error.end], "is half a character") from error
 
 
 def _most_tokens(prompt: Prompt) -> int:
     """An upper bound of a prompt's tokens, quick: callers that are refused pay for it too."""
     if isinstance(prompt, str):
-        if prompt.isascii():
-            return len(prompt)  # a token is a byte at least (special ones that a tokenizer adds apart)
-        try:
-            return len(prompt.encode())
-        except UnicodeEncodeError as error:
-            raise InputError("prompt", prompt[error.start : error.end], "is half a character") from error
+        # A token is a byte at least (special ones that a tokenizer adds apart), a character at most four.
+        return len(prompt) if prompt.isascii() else 4 * len(prompt)
     if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
         raise InputError("prompt", type(prompt), "must be text or token ids")
     return len(prompt)

@@ -14,7 +14,8 @@ BUILTIN_PREFIX = "builtin:"
 BUILTIN_MODELS = ("builtin:gpt2",)
 BUILTIN_CONTEXT_TOKENS = 1024
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_HUB_ID_LENGTH = 96
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _GGUF_MAGIC = b"GGUF"
 
@@ -46,13 +47,17 @@ def check_model_source(model: str) -> ModelSource:
             raise ModelError("model", model, f"unknown built-in model, there is {', '.join(BUILTIN_MODELS)}")
         return ModelSource(model, SourceKind.BUILTIN)
     path = local_path(model)
-    if model and path.is_dir():
+    try:
+        is_folder, is_file = bool(model) and path.is_dir(), path.is_file()
+    except OSError as error:  # a name too long for any file
+        raise ModelError("model", model, f"no file or folder can be called so: {error.strerror}") from None
+    if is_folder:
         check_folder(model, path)
         return ModelSource(model, SourceKind.FOLDER, path)
-    if path.is_file():
+    if is_file:
         _check_gguf(model, path)
         return ModelSource(model, SourceKind.GGUF, path)
-    if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
+    if not _HUB_ID.fullmatch(model) or path.suffix in (".gguf", ".git") or len(model) > _HUB_ID_LENGTH:
         raise ModelError("model", model, "no such file or folder, and not a hub id (owner/name)")
     return ModelSource(model, SourceKind.HUB)
 

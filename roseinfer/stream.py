@@ -40,6 +40,11 @@ class Collector:
         with self._condition:
             self._mailboxes[request_id] = mailbox
 
+    def discard(self, request_id: int) -> None:
+        """Forgets a request that was never entered."""
+        with self._condition:
+            self._mailboxes.pop(request_id, None)
+
     def end_all(self, error: BaseException, now: float) -> None:
         """The engine is dead: every open stream ends with the error."""
         self.publish(
@@ -53,10 +58,12 @@ class Collector:
         """Delivers a step's events. Called by the engine thread."""
         with self._condition:
             for event in events:
-                if event.finish_reason is None:
-                    self._mailboxes[event.request_id]._events.append(event)
-                else:
-                    self._mailboxes.pop(event.request_id)._events.append(event)
+                take = self._mailboxes.get if event.finish_reason is None else self._mailboxes.pop
+                mailbox = take(event.request_id, None)
+                if (
+                    mailbox is not None
+                ):  # a dying engine may end a request that its caller is just taking back
+                    mailbox._events.append(event)
             self._condition.notify_all()
             woken = {loop: self._take_served(loop) for loop in list(self._async_readers)}
         for loop, futures in woken.items():

@@ -5,17 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hypothesis import HealthCheck, settings
-
 from roseinfer.admission import Admission
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
-
-STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-"""For `@given`: the same examples in every run, and no verdict on a machine that is busy."""
 
 EOS = 0
 """The scripted engines' end of sequence, chr(0); it has no text."""

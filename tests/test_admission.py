@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from roseinfer.admission import DRAIN_WINDOW, Admission, Ticket, TicketState
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
-from tests.scripted import STEADY
 
 COST = 10
 
@@ -144,7 +143,6 @@ actions = st.lists(
 )
 
 
-@STEADY
 @given(actions, st.sampled_from([None, 1, 4]))
 def test_the_account_balances_after_anything_in_any_order(
     steps: list[tuple[float, int, str, int]], limit: int | None
@@ -279,3 +277,18 @@ def test_a_slot_may_come_back_from_within_a_reservation() -> None:
     admission.victim = tickets[0]
     admission.reserve(1.0, COST)
     assert admission.inflight == 3
+
+
+def test_not_started_counts_those_that_no_step_has_worked_on() -> None:
+    admission = Admission(None)
+    running, waiting, leaving = (admission.reserve(0.0, 1) for _ in range(3))
+    assert admission.not_started == 3
+    admission.start(running)
+    assert admission.not_started == 2
+    admission.release(leaving, 1.0)
+    admission.release(leaving, 1.0)
+    assert admission.not_started == 1
+    admission.release(running, 1.0)
+    assert admission.not_started == 1
+    admission.release(waiting, 1.0)
+    assert admission.not_started == 0

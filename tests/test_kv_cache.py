@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from roseinfer.errors import InvariantError
 from roseinfer.executor import KV_BLOCK_TOKENS
 from roseinfer.kv_cache import KVCache, blocks_for
-from tests.scripted import STEADY
 
 N_BLOCKS = 12
 operations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, N_BLOCKS * KV_BLOCK_TOKENS)), max_size=60)
@@ -18,7 +17,6 @@ def test_a_block_is_taken_for_every_begun_sixteen_tokens(tokens: int, blocks: in
     assert blocks_for(tokens) == blocks
 
 
-@STEADY
 @given(operations)
 def test_free_and_owned_blocks_are_the_whole_after_any_operations(
     wishes: list[tuple[int, int]],

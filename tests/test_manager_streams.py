@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from roseinfer.errors import (
-    InputError,
-    SchedulerManagerOverloadedError,
-)
+from roseinfer.errors import InputError, ManagerClosedError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager, StepRecord
 from roseinfer.request import FinishReason, SamplingParams
-from roseinfer.stream import RequestStream, Token
+from roseinfer.stream import Mailbox, RequestStream, Token
 from tests.manager_driver import (
     assert_all_slots_are_free,
     by_hand,
@@ -372,3 +369,40 @@ def test_slots_held_over_time_add_up_and_each_stream_ends_once() -> None:
         held = sum((s.timings.released_s or 0.0) - s.timings.reserved_s for s in streams)
         assert counts.inflight_integral_s == pytest.approx(held, abs=1e-6)
         manager._core.check()
+
+
+def test_a_request_enters_the_collector_outside_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock's holder may close an abandoned stream, and so wait for the gate: the reverse must never be."""
+    manager = by_hand()
+    free: list[bool] = []
+    opened = manager._collector.open
+
+    def open_and_look(request_id: int, mailbox: Mailbox) -> None:
+        def look() -> None:
+            free.append(manager._gate.acquire(blocking=False))
+            if free[-1]:
+                manager._gate.release()
+
+        with run_in_thread(look):
+            pass
+        opened(request_id, mailbox)
+
+    monkeypatch.setattr(manager._collector, "open", open_and_look)
+    manager.submit([1])
+    assert free == [True]
+    manager.close()
+
+
+def test_a_request_that_the_closed_manager_refuses_leaves_no_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = by_hand()
+    opened = manager._collector.open
+
+    def open_and_close(request_id: int, mailbox: Mailbox) -> None:
+        opened(request_id, mailbox)
+        manager.close()
+
+    monkeypatch.setattr(manager._collector, "open", open_and_close)
+    with pytest.raises(ManagerClosedError):
+        manager.submit([1])
+    assert len(manager._collector) == 0
+    assert manager.inflight == 0

@@ -44,6 +44,11 @@ def test_hub_id(model: str) -> None:
     assert check_model_source(model).kind is SourceKind.HUB
 
 
+@pytest.mark.parametrize("model", ["foo--bar", "a..b", "owner/name.git", "n" * 97, "n" * 300])
+def test_a_name_that_no_hub_would_take(model: str) -> None:
+    assert model in refused(model)
+
+
 def test_unknown_builtin_names_those_there_are() -> None:
     assert "builtin:gpt2" in refused("builtin:gpt5")
 

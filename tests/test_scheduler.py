@@ -12,7 +12,7 @@ from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan
 from roseinfer.kv_cache import blocks_for
 from roseinfer.request import Request
 from roseinfer.scheduler import STALE_SLACK, SchedulerLimits
-from tests.scripted import STEADY, CoreDriver
+from tests.scripted import CoreDriver
 
 
 def ids(spans: list[tuple[int, int, int]]) -> list[int]:
@@ -254,7 +254,6 @@ events = st.lists(
 )
 
 
-@STEADY
 @given(
     events,
     st.integers(1, 4),

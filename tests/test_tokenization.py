@@ -150,7 +150,7 @@ def test_encoding_a_megabyte_lets_other_threads_run() -> None:
     took = time.perf_counter() - begin
     done.set()
     thread.join()
-    assert max(gaps) < took / 2
+    assert max(gaps) < 0.8 * took  # with the GIL held it would be all of it
 
 
 def test_importing_it_imports_no_torch() -> None:

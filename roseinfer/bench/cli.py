@@ -98,7 +98,7 @@ def sweep(options: SweepOptions, given: Collection[str]) -> None:
     experiment = Experiment.from_options(options, values.keys())
     session = _session(experiment, "sweep", resume=options.resume)
     if options.dry_run:
-        print("\n".join(session.plan()))
+        print(json.dumps(session.plan(), indent=1) if options.json else "\n".join(session.plan()))
     else:
         _finish(session, reports=False)
 
@@ -198,7 +198,16 @@ def _json(session: Session) -> dict[str, Any]:
         "model": session.folder.manifest["model"],
         "summary": [_jsonable(row) for row in rows],
         "conclusions": session.conclusions,
-        "recommendations": [recommendation.sentence() for recommendation in session.recommendations],
+        "recommendations": [
+            {
+                "factors": dict(one.factors),
+                "qualifies": one.chosen is not None,
+                "max_inflight": None if one.chosen is None else one.chosen.limit,
+                "served_share": None if one.chosen is None else one.chosen.served_share,
+                "sentence": one.sentence(),
+            }
+            for one in session.recommendations
+        ],
     }
 
 

@@ -68,6 +68,11 @@ def public_command(argv: Iterable[str]) -> str:
     return shlex.join(_public(word) for word in argv)
 
 
+def public_text(text: str) -> str:
+    """`text`, an exception's say, with paths cut to their last part."""
+    return _public_part(text)
+
+
 class GcPause(NamedTuple):
     """One collection; `start_s` is a reading of the clock given to GcPauses."""
 

@@ -26,6 +26,7 @@ _LEAST: Final = {
     "max_batch_size": 1,
     "repeats": 1,
     "prompt_repeats": 1,
+    "max_model_len": 2,
     "num_threads": 1,
     "max_active_requests": 1,
     "max_num_batched_tokens": 1,
@@ -36,6 +37,7 @@ _LEAST: Final = {
     "seed": 0,
 }
 _LARGEST: Final = 2**31 - 1
+_LONGEST_TEXT: Final = 10_000_000
 
 
 class Cell(NamedTuple):
@@ -168,6 +170,8 @@ def _prompt_lens(o: RunOptions, given: Collection[str]) -> list[int] | list[None
         raise _wrong("prompt_len", o, "contradicts --prompt, which has its own length")
     if not o.prompt:
         raise _wrong("prompt", o, "is empty")
+    if len(o.prompt) * o.prompt_repeats > _LONGEST_TEXT:
+        raise _wrong("prompt_repeats", o, f"makes a text of more than {_LONGEST_TEXT} characters")
     return [None]
 
 

@@ -59,6 +59,9 @@ class RunOptions:
     dtype: Annotated[
         str, typer.Option(help="auto (bfloat16 where it is fast, else float32), float32 or bfloat16.")
     ] = "auto"
+    max_model_len: Annotated[
+        int | None, _whole_option(help="Tokens that one request may span. Default: the model's context.")
+    ] = None
     num_threads: Annotated[int | None, _whole_option(help="Threads of the engine's arithmetic.")] = None
 
     prompt: Annotated[

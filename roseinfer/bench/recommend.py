@@ -63,6 +63,11 @@ class Judgement:
     n: int
     why_not: str | None  # None: the SLO holds, as far as the interval can tell
 
+    @property
+    def is_judged(self) -> bool:
+        """The sample was large enough to say whether the SLO holds."""
+        return self.n >= smallest_sample(self.slo.percentile) and math.isfinite(self.interval_ms.lo)
+
     def describe(self) -> str:
         """The percentile in words: p99 ttft 212.3 ms (95 % interval 200.1 to 231.0, n=512)."""
         lo, point, hi = self.interval_ms
@@ -134,7 +139,9 @@ class Recommendation:
             else ""
         )
         limit = limit_label(self.chosen.limit)
-        return f"{prefix}recommended for {goal}: {limit}. {self.chosen.describe()}.{doubt}"
+        unjudged = [one for one in self.evidence if any(not j.is_judged for j in one.judgements)]
+        silent = "".join(f" Not judged: {limit_label(one.limit)} ({one.why_not[0]})." for one in unjudged)
+        return f"{prefix}recommended for {goal}: {limit}. {self.chosen.describe()}.{doubt}{silent}"
 
 
 def recommend(

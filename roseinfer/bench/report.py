@@ -31,7 +31,7 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, device: str) ->
     accepted = rows[rows["reserved_s"].notna()]
     done = rows[rows["outcome"] == Outcome.COMPLETED]
     returned_s = rows["admitted_s"].fillna(rows["rejected_s"])
-    duration_s = done["received_last_s"].max() - rows["sent_s"].min()
+    duration_s = rows["received_last_s"].max() - rows["sent_s"].min()
     tokens = int(done["output_tokens"].sum())
     lines = [
         "=== streaming benchmark ===",

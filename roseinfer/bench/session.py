@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from roseinfer.bench.store import RunFolder, check_name, check_writable, differe
 from roseinfer.bench.workload import WorkloadSource
 from roseinfer.errors import InputError
 from roseinfer.model_source import SourceKind, check_model_source, known_context
+from roseinfer.openmp import sleep_while_waiting
 from roseinfer.tokenization import builtin_tokenizer
 
 
@@ -31,22 +33,23 @@ class Session:
     recommendations: list[Recommendation]
 
     def __init__(self, experiment: Experiment, *, default_name: str, resume: Path | None) -> None:
+        sleep_while_waiting()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
         self.folder: RunFolder | None = None
         self._progress = Progress(quiet=options.quiet)
-        self._name = options.experiment_name or default_name
+        self._name = default_name if options.experiment_name is None else options.experiment_name
         self._slos = [parse_slo(text) for text in experiment.slos]
         self._check_model()
         if resume is None:
             check_name("--experiment-name", self._name)
-            self._run_id = options.run_id or new_run_id(datetime.now(UTC))
+            self._run_id = new_run_id(datetime.now(UTC)) if options.run_id is None else options.run_id
             check_name("--run-id", self._run_id)
-            check_writable(options.output_dir)
+            check_writable(options.output_dir, self._name)
             if (options.output_dir / self._name / self._run_id).exists():
                 raise InputError("--run-id", self._run_id, f"{self._name} has a run of this id")
         else:
-            self.folder = RunFolder.resume(resume)
+            self.folder = RunFolder.open(resume, "--resume")
             known = {"configuration": experiment.configuration(), "environment": describe_environment()}
             self._check_same(self.folder, {**self.folder.manifest, **known})
 
@@ -54,6 +57,7 @@ class Session:
         source = check_model_source(self.experiment.options.model)
         context = known_context(source)
         if context is not None:
+            context = min(context, self.experiment.options.max_model_len or context)
             given = self.experiment.options.prompt
             given_tokens = None
             if given is not None and source.kind is SourceKind.BUILTIN:
@@ -78,7 +82,11 @@ class Session:
             from roseinfer.engine import InferenceEngine
 
             engine = InferenceEngine.from_pretrained(
-                options.model, device=options.device, dtype=options.dtype, num_threads=options.num_threads
+                options.model,
+                device=options.device,
+                dtype=options.dtype,
+                max_model_len=options.max_model_len,
+                num_threads=options.num_threads,
             )
             source = WorkloadSource(
                 experiment,
@@ -90,6 +98,8 @@ class Session:
             manifest = sweep.manifest(experiment, engine.description, workload, public_command(sys.argv))
             if self.folder is not None:
                 self._check_same(self.folder, manifest)
+            if self.folder is not None:
+                self.folder.clear_leftovers()
             if self.folder is None or not self.folder.is_compacted:
                 sweep.warm_up(experiment, engine, source, progress)
                 if self.folder is None:  # not earlier: where the warm-up fails there is no run
@@ -117,6 +127,8 @@ class Session:
         manifest = self.folder.manifest
         width = shutil.get_terminal_size().columns if out.isatty() else None
         if reports:
+            for run in range(self.experiment.options.warmup_runs):
+                print(f"=== warmup {run + 1}/{self.experiment.options.warmup_runs} ===", file=out)
             for _, rows in self._requests.groupby("repeat", sort=True):
                 print(
                     report.burst_report(rows, self.experiment, manifest["model"]["device"]),
@@ -152,11 +164,13 @@ class Session:
             return "interrupted before anything was measured"
         if self.folder.is_compacted:
             return f"interrupted; all is measured, in {self.folder.path}"
-        model = f" --model {self.experiment.options.model}" if is_local(self.folder.manifest) else ""
+        model = ""
+        if is_local(self.folder.manifest):
+            model = f" --model {shlex.quote(self.experiment.options.model)}"
         total = len(self.experiment.cells) * self.experiment.options.repeats
         return (
             f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk."
-            f" To go on: roseinfer-bench sweep --resume {self.folder.path}{model}"
+            f" To go on: roseinfer-bench sweep --resume {shlex.quote(str(self.folder.path))}{model}"
         )
 
 

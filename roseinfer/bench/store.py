@@ -36,6 +36,7 @@ CellKey = tuple[str, int]
 _OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
 _SCHEMAS: Final = {"requests.parquet": REQUEST_SCHEMA, "steps.parquet": STEP_SCHEMA}
 _METADATA: Final = {"schema_version": str(SCHEMA_VERSION)}
+_LONGEST_NAME_BYTES: Final = 200
 _MACHINE_KEYS: Final = ("cpu_model", "cores_usable", "thread_env")
 
 
@@ -44,11 +45,11 @@ def new_run_id(now: datetime) -> str:
     return f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
 
 
-def check_writable(output_dir: Path) -> None:
-    """Raise InputError if no run could be written below `output_dir`. Leaves nothing behind, not even it."""
+def check_writable(output_dir: Path, experiment: str = "") -> None:
+    """Raise InputError if no run could be written to `output_dir`/`experiment`. Leaves nothing behind, not even it."""
+    place = output_dir / experiment
     try:
-        folders = (output_dir, *output_dir.parents)
-        nearest = next((folder for folder in folders if folder.exists()), output_dir)
+        nearest = next((folder for folder in (place, *place.parents) if folder.exists()), place)
         with tempfile.TemporaryFile(dir=nearest) as probe:
             probe.write(bytes(4096))  # a full disk still hands out empty files
     except OSError as error:
@@ -118,17 +119,14 @@ class RunFolder:
             raise InputError(name, str(path), "its cells are gone and it was never compacted")
         return folder
 
-    @classmethod
-    def resume(cls, path: Path) -> RunFolder:
-        """`open`, to go on with the run: what a killed process left half-written is removed."""
-        folder = cls.open(path, "--resume")
-        with folder._reported("could not remove what a killed run left"):
-            for leftover in [*path.glob(".*.aside"), *path.glob("cells/.*.aside")]:
+    def clear_leftovers(self) -> None:
+        """Before going on with a run: removes what a killed process left half-written."""
+        with self._reported("could not remove what a killed run left"):
+            for leftover in [*self.path.glob(".*.aside"), *self.path.glob("cells/.*.aside")]:
                 if leftover.is_dir():
                     shutil.rmtree(leftover)
                 else:
                     leftover.unlink()
-        return folder
 
     @property
     def run_id(self) -> str:
@@ -214,7 +212,9 @@ class RunFolder:
             self._rewrite({"facts": facts})
             removed = self.path / ".cells.aside"
             (self.path / "cells").replace(removed)
-            shutil.rmtree(removed, ignore_errors=True)  # the run is whole without: `resume` clears what stays
+            shutil.rmtree(
+                removed, ignore_errors=True
+            )  # the run is whole without: `clear_leftovers` finds what stays
 
     def mark_done(self) -> None:
         """Nothing is left to measure."""
@@ -316,6 +316,8 @@ def check_name(name: str, value: str) -> None:
     """Raise InputError unless `value` can be the name of a folder."""
     if not value or value.startswith(".") or "/" in value or "\\" in value or not value.isprintable():
         raise InputError(name, value, "not a plain folder name")
+    if len(value.encode()) > _LONGEST_NAME_BYTES:
+        raise InputError(name, value, f"longer than {_LONGEST_NAME_BYTES} bytes")
 
 
 def _cell_key(cell: Path) -> CellKey:

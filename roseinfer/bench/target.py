@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import pandas as pd
 
-from roseinfer.bench.environment import GcPause, GcPauses
+from roseinfer.bench.environment import GcPause, GcPauses, public_text
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.records import Outcome
 from roseinfer.bench.validity import CellFacts
@@ -108,6 +108,7 @@ class InProcessTarget:
             ),
             notes={
                 "max_num_batched_tokens": manager.limits.max_num_batched_tokens,
+                "kv_cache_tokens": manager.kv_cache_tokens,
                 "gc": _gc_notes(gc_pauses.pauses, t0),
             },
         )
@@ -298,7 +299,7 @@ def _row(attempt: _Attempt, scheduled_s: float, t0: float) -> dict[str, Any]:
 
 
 def _error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {public_text(str(error))}"
 
 
 def _step_row(number: int, step: StepRecord, t0: float, index_of: dict[int, int]) -> dict[str, Any]:

@@ -63,6 +63,9 @@ class InferenceEngine:
         self._tokenizer = loaded.tokenizer
         self._eos_token_ids = loaded.eos_token_ids
         self._kv = KVPool(layers, model.device, dtype)
+        self._kv_bytes = _CPU_KV_BYTES
+        if model.device.type == "cuda":  # settled now: later on, earlier KV tensors count as memory in use
+            self._kv_bytes = int(_CUDA_KV_SHARE * torch.cuda.mem_get_info(model.device)[0])
         self.description = EngineDescription(
             model=name,
             architecture=type(model).__name__,
@@ -121,11 +124,7 @@ class InferenceEngine:
 
     def default_kv_cache_tokens(self, max_batch_size: int) -> int:
         """A full batch of full contexts, or what a fair share of memory holds; a whole number of blocks."""
-        if self._model.device.type == "cuda":
-            share = int(_CUDA_KV_SHARE * torch.cuda.mem_get_info(self._model.device)[0])
-        else:
-            share = _CPU_KV_BYTES
-        tokens = min(max_batch_size * self._max_model_len, share // self._kv.bytes_per_token)
+        tokens = min(max_batch_size * self._max_model_len, self._kv_bytes // self._kv.bytes_per_token)
         blocks = -(-max(tokens, self._max_model_len) // KV_BLOCK_TOKENS)
         return blocks * KV_BLOCK_TOKENS
 

@@ -62,13 +62,15 @@ def _convert(file: Path, folder: Path, name: str) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise ModelError("model", name, "to convert a .gguf file transformers needs the package accelerate")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, **_dequantize()
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            **_dequantize(),
         )
-    except (
-        Exception
-    ) as error:  # transformers raises whatever its parts raise; a bad file is the user's matter
+    except Exception as error:  # whatever its parts raise: a bad file is the user's matter
         raise ModelError("model", name, f"cannot be converted ({type(error).__name__}: {error})") from error
     # Without this, transformers would note the quantisation that is no longer there, and refuse to save it.
     model.hf_quantizer = None

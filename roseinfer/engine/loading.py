@@ -98,7 +98,7 @@ def _model_folder(source: ModelSource) -> Path:
 def _download(hub_id: str) -> Path:
     """The hub's files in the hub's own cache; what is there already is used when the hub cannot be reached."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         folder = Path(
@@ -109,9 +109,11 @@ def _download(hub_id: str) -> Path:
                 etag_timeout=_HUB_TIMEOUT_S,
             )
         )
+    except GatedRepoError:
+        raise ModelError("model", hub_id, "the hub wants you to ask its owner for access first") from None
     except RepositoryNotFoundError:
         raise ModelError("model", hub_id, "no such file or folder, and no such model on the hub") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # its HTTP client's, its own, the disk's
         why = f"no such file or folder, and the hub cannot be reached ({type(error).__name__})"
         raise ModelError("model", hub_id, why) from error
     check_folder(hub_id, folder)

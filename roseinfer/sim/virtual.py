@@ -61,7 +61,7 @@ def simulate(
 ) -> SimRun:
     """Plays `arrivals` against an engine whose steps last `step_seconds(plan)`. Readers read without delay.
 
-    Raises PromptTooLongError for an arrival that could never be served.
+    Raises PromptTooLongError for an arrival of token ids that gets a slot and could never be served.
     """
     return _Simulation(arrivals, limits, step_seconds).run()
 
@@ -108,12 +108,13 @@ class _Simulation:
 
     def _arrive(self, index: int, now: float) -> Request | SchedulerManagerOverloadedError:
         arrival = self.arrivals[index]
-        self.core.check_fits(arrival.prompt_tokens, arrival.max_new_tokens)
         try:
             ticket = self.core.admission.reserve(now, arrival.prompt_tokens + arrival.max_new_tokens)
         except SchedulerManagerOverloadedError as refusal:
             return refusal
         is_text = arrival.tokenize_s > 0
+        if not is_text:
+            self.core.check_fits(arrival.prompt_tokens, arrival.max_new_tokens)
         params = SamplingParams(max_new_tokens=arrival.max_new_tokens, ignore_eos=True)
         ids = None if is_text else range(arrival.prompt_tokens)
         request = Request(index, params, ticket, seed=0, prompt_ids=ids, reserved_s=now)

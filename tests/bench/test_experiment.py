@@ -57,6 +57,8 @@ def test_a_limit_that_is_none_is_named(text: str) -> None:  # case A10
         ({"seed": 2**70}, "--seed"),
         ({"tokenize_workers": -1}, "--tokenize-workers"),
         ({"max_batch_size": 0}, "--max-batch-size"),
+        ({"max_model_len": 1}, "--max-model-len"),
+        ({"prompt": "Hello", "prompt_repeats": 2**31 - 1}, "--prompt-repeats"),
         ({"max_active_requests": 0}, "--max-active-requests"),
         ({"kv_cache_tokens": 0}, "--kv-cache-tokens"),
         ({"num_threads": 0}, "--num-threads"),

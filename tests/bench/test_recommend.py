@@ -177,6 +177,14 @@ def test_too_few_requests_are_not_judged() -> None:  # case F3, F6
     assert "max (n=90) ttft" in found.sentence()
 
 
+def test_a_limit_that_could_not_be_judged_is_named_beside_the_recommended_one() -> None:
+    found = answer([9, None], "p99_ttft:1000")
+    assert chosen_limit(found) == "no limit"
+    assert found.sentence().endswith(
+        " Not judged: 9 (p99_ttft:1000 cannot be judged: too few completed requests (90, needs 100))."
+    )
+
+
 def test_a_lower_percentile_needs_fewer_requests() -> None:
     assert chosen_limit(answer([9], "p95_ttft:1000")) == "9"
 

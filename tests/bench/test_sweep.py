@@ -20,6 +20,7 @@ from roseinfer.bench.store import RunFolder
 from roseinfer.bench.target import CellResult, InProcessTarget
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource
 from tests.bench.experiments import WORDS, WordTokenizer, experiment
+from tests.bench.stored import cleared
 from tests.scripted import ScriptedEngine
 
 
@@ -163,7 +164,7 @@ def test_an_interrupted_sweep_has_whole_cells_on_disk_and_goes_on_with_the_missi
     requests = folder.read_requests()
 
     lab.interrupt_at = None
-    again = RunFolder.resume(folder.path)
+    again = cleared(folder.path)
     lab.measure(again)
     order = [cell.cell_id for block in sweep.order(lab.experiment) for cell in block]
     assert before == order[:4]
@@ -186,7 +187,7 @@ def test_a_cell_that_is_interrupted_midway_is_measured_anew(
         with pytest.raises(KeyboardInterrupt):
             lab.measure(folder)
     assert folder.finished_cells() == set()
-    lab.measure(RunFolder.resume(folder.path))
+    lab.measure(cleared(folder.path))
     assert len(lab.bursts) == 6
 
 
@@ -197,7 +198,7 @@ def test_progress_counts_cells_of_earlier_sittings_too(lab: Lab) -> None:
         lab.measure(folder)
     lab.interrupt_at = None
     lab.progress.clear()
-    lab.measure(RunFolder.resume(folder.path))
+    lab.measure(cleared(folder.path))
     assert [line.split()[0] for line in lab.progress] == ["4/6", "5/6"]
 
 

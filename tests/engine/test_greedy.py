@@ -62,7 +62,7 @@ def test_chunked(family: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_joining_and_leaving_at_any_step(family: str, data: st.DataObject) -> None:
     """Up to four requests run; each waits, goes on by a chunk, or leaves early; a newcomer takes its blocks."""

@@ -17,7 +17,7 @@ from roseinfer.request import Request, SamplingParams
 from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
 from roseinfer.stream import RequestStream
 from roseinfer.tokenizer_pool import TokenizerPool
-from tests.scripted import STEADY, FakeClock, ScriptedEngine
+from tests.scripted import FakeClock, ScriptedEngine
 
 StepSeconds = Callable[[StepPlan], float]
 
@@ -312,7 +312,6 @@ sizes = st.builds(
 durations = st.sampled_from([one_second, lambda plan: 0.5 * len(plan.spans), a_second_a_token])
 
 
-@STEADY
 @given(scenarios, sizes, durations)
 def test_any_scenario_is_the_same_in_both_worlds(
     arrivals: list[Arrival], limits: SimLimits, step_seconds: StepSeconds
