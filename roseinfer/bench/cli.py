@@ -112,8 +112,10 @@ def plot(
 ) -> None:
     """Draw the figures of a run (PNG, SVG, and the CSV behind each)."""
     from roseinfer.bench.session import draw_figures
-    from roseinfer.bench.store import RunFolder
+    from roseinfer.bench.store import RunFolder, check_writable
 
+    if output_dir is not None:
+        check_writable(output_dir)
     for path in draw_figures(RunFolder.open(run), output_dir):
         print(path)
 

@@ -41,6 +41,7 @@ BAD_INPUT = [
     ("sweep --model ~nobody-here/model", "--model '~nobody-here/model'"),
     ("sweep --output-dir file/below", "--output-dir 'file/below'"),
     ("sweep -o . --experiment-name file", "--output-dir '.'"),
+    ("plot there -o file/below", "--output-dir 'file/below'"),
     ("sweep --experiment-name ../up", "--experiment-name '../up'"),
     ("sweep --run-id taken -o there", "--run-id 'taken'"),
     ("sweep --run-id a/b", "--run-id 'a/b'"),
