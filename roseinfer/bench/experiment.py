@@ -41,17 +41,22 @@ _LONGEST_TEXT: Final = 10_000_000
 
 
 class Cell(NamedTuple):
-    """One combination of factors. None: no limit; burst_size None: requests are spaced; prompt_len None: --prompt."""
+    """One combination of factors, named as `records.FACTORS`.
+
+    None: no limit; no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
+    """
 
     max_inflight: int | None
     burst_size: int | None
     prompt_len: int | None
-    output_len: int
+    output_len: int | None
+    request_rate: float | None = None
 
     @property
     def cell_id(self) -> str:
-        parts = {"inflight": self.max_inflight or "none", "burst": self.burst_size, "prompt": self.prompt_len}
-        parts["output"] = self.output_len
+        parts: dict[str, object] = {"inflight": self.max_inflight or "none", "burst": self.burst_size}
+        parts |= {"prompt": self.prompt_len, "output": self.output_len}
+        parts["rate"] = None if self.request_rate is None else f"{self.request_rate:g}"
         return "-".join(f"{name}_{value}" for name, value in parts.items() if value is not None)
 
     @property

@@ -17,8 +17,11 @@ from roseinfer.errors import InputError
 
 DEFAULT_BURST_SIZE: Final = 128
 DEFAULT_PROMPT_LEN: Final = 32
+DEFAULT_OUTPUT_LEN: Final = 4
 NO_LIMIT: Final = "0 means no limit"
 DEVICES: Final = ("auto", "cpu", "cuda")
+ARRIVALS: Final = ("burst", "constant", "poisson", "gamma", "trace")
+TARGETS: Final = ("engine", "sim")
 DTYPES: Final = ("auto", "float32", "fp32", "bfloat16", "bf16")
 
 
@@ -77,13 +80,67 @@ class RunOptions:
         ),
     ] = None
     pretok: Annotated[bool, typer.Option("--pretok", help="Send token ids instead of text.")] = False
+    prompt_len_dist: Annotated[
+        str,
+        typer.Option(
+            metavar="DIST",
+            help="How prompt lengths vary around --prompt-len: fixed, uniform:R (within a share R of it on both sides)"
+            " or lognormal:S (it is the median, S the standard deviation of the logarithm).",
+        ),
+    ] = "fixed"
+    prefix_len: Annotated[
+        int, _whole_option(help="Tokens at the start of every prompt that all prompts share; 0 is none.")
+    ] = 0
+    max_new_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--max-new-tokens",
+            "--output-len",
+            help=f"Tokens to generate per request. Default {DEFAULT_OUTPUT_LEN}, or the trace's.",
+        ),
+    ] = None
+    output_len_dist: Annotated[
+        str, typer.Option(metavar="DIST", help="How they vary, as for --prompt-len-dist.")
+    ] = "fixed"
+
+    arrival: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(ARRIVALS[:-1])} or {ARRIVALS[-1]}. Default: burst; with --request-rate poisson (gamma with"
+            " --burstiness); with --trace trace."
+        ),
+    ] = None
     num_requests: Annotated[
         int | None,
         _whole_option(help="Requests in all; the same as --burst-size unless they are spaced in time."),
     ] = None
+    duration: Annotated[
+        float | None,
+        _decimal_option(help="Seconds after which nothing more is sent; what is outstanding is waited for."),
+    ] = None
     burst_size: Annotated[
         str | None,
         typer.Option(help=f"Requests that arrive at once. Default {DEFAULT_BURST_SIZE}, or --num-requests."),
+    ] = None
+    burst_interval: Annotated[
+        float | None,
+        _decimal_option(
+            help="Seconds between bursts. With --request-rate the bursts come on top of that load, the first after"
+            " this time."
+        ),
+    ] = None
+    request_rate: Annotated[
+        str | None, typer.Option(help="Requests per second, whatever the server does; any number > 0.")
+    ] = None
+    burstiness: Annotated[
+        float | None,
+        _decimal_option(help="Shape of gamma gaps between requests: 1 is Poisson, below 1 burstier."),
+    ] = None
+    ramp: Annotated[
+        float | None,
+        _decimal_option(
+            help="Seconds in which the rate (or the number of users of a closed loop) rises from nothing to its value."
+        ),
     ] = None
     submit_interval_ms: Annotated[
         float,
@@ -91,9 +148,51 @@ class RunOptions:
             help="Space the requests: number i is sent at i times this, whatever the server does."
         ),
     ] = 0.0
-    max_new_tokens: Annotated[
-        str, typer.Option("--max-new-tokens", "--output-len", help="Tokens to generate per request.")
-    ] = "4"
+    max_concurrency: Annotated[
+        int | None,
+        _whole_option(
+            help="Requests that the client keeps outstanding. With a schedule (rate, burst, trace) it is a cap, and"
+            " latency still counts from the schedule; without one it is a closed loop of that many users."
+        ),
+    ] = None
+    timeout: Annotated[
+        float | None,
+        _decimal_option(help="Seconds from its sending after which the client gives a request up."),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Arrivals and lengths from a trace: Azure LLM 2023 CSV, Mooncake JSONL or CSV, BurstGPT CSV.",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float, _decimal_option(help="Stretches the trace's time: 2 halves its rate.")
+    ] = 1.0
+    length_scale: Annotated[
+        float, _decimal_option(help="Multiplies the trace's token counts; at least 1 token stays.")
+    ] = 1.0
+    keep_ticks: Annotated[
+        bool,
+        typer.Option(
+            "--keep-ticks", help="Replay a trace whose clock ticks in seconds as it is, with a burst at every tick."
+        ),
+    ] = False
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Replay a workload.parquet: its arrivals, lengths and prompts, instead of the flags for them.",
+        ),
+    ] = None
+
+    target: Annotated[
+        str, typer.Option(help="engine (a model in this process) or sim (a virtual clock, with --cost-model).")
+    ] = "engine"
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of the seconds that a step of the simulated engine takes."),
+    ] = None
 
     max_inflight: Annotated[
         str,
@@ -123,6 +222,14 @@ class RunOptions:
         int, _whole_option("--repeats", "--repeat-runs", help="Times that each cell is measured.")
     ] = 1
     seed: Annotated[int, _whole_option(help="Prompts and the order of cells follow from it.")] = 0
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ttft:250",
+            help="Goal of a single request in ms (ttft, tpot, e2el ...); several must all be met. The table then has the"
+            " share of the offered requests that met them.",
+        ),
+    ] = None
     max_error_share: Annotated[
         float, _decimal_option(help="Share of requests that may fail before a run counts as invalid.")
     ] = 0.01
@@ -145,7 +252,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(RunOptions):
-    """What `sweep` takes beyond that. Comma lists: --max-inflight --burst-size --prompt-len --max-new-tokens."""
+    """What `sweep` takes beyond that. Comma lists: --max-inflight --burst-size --prompt-len --max-new-tokens --request-rate."""
 
     file: Annotated[
         Path | None,
@@ -164,7 +271,7 @@ class SweepOptions(RunOptions):
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and end.")] = False
 
 
-SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens")
+SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens", "request_rate")
 """Fields that take comma lists."""
 
 NOT_CONFIGURATION: Final = frozenset(
@@ -178,6 +285,7 @@ NOT_CONFIGURATION: Final = frozenset(
         "experiment_name",
         "run_id",
         "slo",
+        "goodput",
         "metadata",
     }
 )
@@ -227,7 +335,7 @@ def _toml_value(name: str, field: str, value: object, kind: object) -> object:
     kinds = getattr(kind, "__args__", (kind,))
     if field in SWEPT:
         items = value if isinstance(value, list) else [value]
-        if all(isinstance(item, str | int) and not isinstance(item, bool) for item in items):
+        if all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
             return ",".join(map(str, items))
     elif list[str] in kinds:
         items = value if isinstance(value, list) else [value]

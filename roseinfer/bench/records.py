@@ -35,7 +35,7 @@ class Outcome(StrEnum):
     INCOMPLETE = "incomplete"
 
 
-FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len")
+FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len", "request_rate")
 """The columns that tell the cells of a sweep apart."""
 
 _KEY = [
