@@ -43,6 +43,18 @@ class StepResult(NamedTuple):
     exec_end_s: float
 
 
+class StepRecord(NamedTuple):
+    """One step as it happened; stamps in clock seconds. Counts are of the moment after planning."""
+
+    plan: StepPlan
+    result: StepResult
+    plan_start_s: float
+    published_s: float
+    waiting: int
+    running: int
+    kv_tokens: int
+
+
 class StepHandle(Protocol):
     """A launched step."""
 

@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from roseinfer.admission import Admission, AdmissionCounts
 from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
-from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepPlan, StepResult
+from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
@@ -33,18 +33,6 @@ Command = Callable[[], list[TokenEvent]]
 
 LONGEST_WAIT_S: Final = 3600.0
 """The idle loop looks up this often; a queue cannot wait for as long as a user's timeout may be."""
-
-
-class StepRecord(NamedTuple):
-    """One step as it happened; stamps in clock seconds. Counts are of the moment after planning."""
-
-    plan: StepPlan
-    result: StepResult
-    plan_start_s: float
-    published_s: float
-    waiting: int
-    running: int
-    kv_tokens: int
 
 
 class SchedulerManager:

@@ -90,20 +90,28 @@ class Collector:
 class Mailbox:
     """Events in order of publication, taken all at once."""
 
-    __slots__ = ("_collector", "_events")
+    __slots__ = ("_collector", "_events", "_woken")
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._events: list[TokenEvent] = []
+        self._woken = False
 
     def belongs_to(self, collector: Collector) -> bool:
         return self._collector is collector
 
     def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """Everything that came, waiting for something if need be; [] after `timeout_s` seconds of nothing."""
+        """Everything that came, waiting for something if need be; [] after `timeout_s` of nothing, or a `wake`."""
         with self._collector._condition:
-            self._collector._condition.wait_for(lambda: self._events, timeout_s)
+            self._collector._condition.wait_for(lambda: self._events or self._woken, timeout_s)
+            self._woken = False
             return self._take_all()
+
+    def wake(self) -> None:
+        """Lets `take` return with what there is: the one that waits, or else the next."""
+        with self._collector._condition:
+            self._woken = True
+            self._collector._condition.notify_all()
 
     async def take_async(self) -> list[TokenEvent]:
         """Everything that came, waiting for something if need be, without blocking the event loop."""
@@ -155,6 +163,20 @@ class Timings(NamedTuple):
     finished_s: float | None
     released_s: float | None
 
+    @classmethod
+    def of(cls, request: Request) -> Timings:
+        """The stamps that `request` has so far."""
+        r = request
+        return cls(
+            r.reserved_s,
+            r.tokenized_s,
+            r.first_scheduled_s,
+            r.first_token_s,
+            r.last_token_s,
+            r.finished_s,
+            r.ticket.released_s,
+        )
+
 
 class RequestStream:
     """The output of one request, for one reader.
@@ -188,16 +210,7 @@ class RequestStream:
 
     @property
     def timings(self) -> Timings:
-        r = self._request
-        return Timings(
-            r.reserved_s,
-            r.tokenized_s,
-            r.first_scheduled_s,
-            r.first_token_s,
-            r.last_token_s,
-            r.finished_s,
-            r.ticket.released_s,
-        )
+        return Timings.of(self._request)
 
     def __enter__(self) -> Self:
         return self

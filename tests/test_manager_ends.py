@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvariantError, ManagerClosedError, RequestFailedError
-from roseinfer.executor import StepPlan, StepResult
-from roseinfer.manager import LONGEST_WAIT_S, SchedulerManager, StepRecord
+from roseinfer.executor import StepPlan, StepRecord, StepResult
+from roseinfer.manager import LONGEST_WAIT_S, SchedulerManager
 from roseinfer.request import FinishReason, Request, SamplingParams
 from roseinfer.stream import RequestStream
 from tests.manager_driver import assert_all_slots_are_free, by_hand, finish, run_in_thread, settle, turn

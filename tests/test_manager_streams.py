@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InputError, ManagerClosedError, SchedulerManagerOverloadedError
-from roseinfer.executor import StepPlan
-from roseinfer.manager import SchedulerManager, StepRecord
+from roseinfer.executor import StepPlan, StepRecord
+from roseinfer.manager import SchedulerManager
 from roseinfer.request import FinishReason, SamplingParams
 from roseinfer.stream import Mailbox, RequestStream, Token
 from tests.manager_driver import (

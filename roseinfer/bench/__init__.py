@@ -1,7 +1,8 @@
 """Measuring: workloads, targets, records, statistics, sweeps, figures, and the command line over them.
 
 import roseinfer.bench as rb
-requests = rb.load_requests("results/sweep/20260101T000000Z-abcd")
+run = rb.sweep(max_inflight=[0, 16, 64], repeats=4)
+requests = rb.load_requests(run)
 """
 
 from __future__ import annotations
@@ -18,19 +19,29 @@ __all__ = ["load_requests", "load_steps", "load_summary"]
 def load_requests(run: str | Path) -> pd.DataFrame:
     """A row per offered request of a run (`records.REQUEST_SCHEMA`), with the derived durations in seconds.
 
-    Of a run that is not finished, what is on disk. Raises InputError where `run` holds none.
+    Further columns, in every frame here: `limit` ("16", "64", "no limit") and `cell` ("limit 16, burst of 128"), both
+    ordered categories in which "no limit" is last. Of a run that is not finished, what is on disk. Raises
+    InputError where `run` holds none.
     """
+    from roseinfer.bench.labels import tidy_cells
     from roseinfer.bench.records import derive
     from roseinfer.bench.store import RunFolder
 
-    return derive(RunFolder.open(Path(run)).read_requests())
+    return tidy_cells(derive(RunFolder.open(Path(run)).read_requests()))
 
 
 def load_steps(run: str | Path) -> pd.DataFrame:
-    """A row per engine step of a run (`records.STEP_SCHEMA`). Else as `load_requests`."""
+    """A row per engine step of a run (`records.STEP_SCHEMA`), with its duration `exec_s`. Else as `load_requests`."""
+    from roseinfer.bench.labels import tidy_cells
+    from roseinfer.bench.records import FACTORS
     from roseinfer.bench.store import RunFolder
 
-    return RunFolder.open(Path(run)).read_steps()
+    folder = RunFolder.open(Path(run))
+    steps = folder.read_steps()
+    cells = tidy_cells(folder.read_requests()[["cell_id", *FACTORS]].drop_duplicates("cell_id"))
+    names = cells.set_index("cell_id").reindex(steps["cell_id"])
+    exec_s = steps["exec_end_s"] - steps["exec_start_s"]
+    return steps.assign(exec_s=exec_s, limit=names["limit"].array, cell=names["cell"].array)
 
 
 def load_summary(run: str | Path) -> pd.DataFrame:
@@ -38,7 +49,8 @@ def load_summary(run: str | Path) -> pd.DataFrame:
 
     Else as `load_requests`.
     """
+    from roseinfer.bench.labels import tidy_cells
     from roseinfer.bench.store import RunFolder
     from roseinfer.bench.sweep import summary_of
 
-    return summary_of(RunFolder.open(Path(run)))
+    return tidy_cells(summary_of(RunFolder.open(Path(run))))

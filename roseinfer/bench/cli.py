@@ -15,6 +15,7 @@ import typer
 from typer.exceptions import TyperException
 
 from roseinfer.bench.experiment import Experiment
+from roseinfer.bench.gate_cli import gate
 from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, read_toml
 from roseinfer.errors import InputError, RoseinferError
 
@@ -109,6 +110,9 @@ def plot(
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Where the figures go. Default: RUN/figures.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option(help="Also draw what the p99 of TTFT is made of, and what it waited for.")
+    ] = True,
 ) -> None:
     """Draw the figures of a run (PNG, SVG, and the CSV behind each)."""
     from roseinfer.bench.session import draw_figures
@@ -116,8 +120,11 @@ def plot(
 
     if output_dir is not None:
         check_writable(output_dir)
-    for path in draw_figures(RunFolder.open(run), output_dir):
+    for path in draw_figures(RunFolder.open(run), output_dir, explain=explain):
         print(path)
+
+
+app.add_typer(gate)  # without a name: its commands are ours
 
 
 def _version(show: bool) -> None:
@@ -142,7 +149,7 @@ def _root(
 
 def _saved_options(path: Path, given: Collection[str]) -> dict[str, Any]:
     """The fields that a run was started with."""
-    from roseinfer.bench.session import is_local
+    from roseinfer.bench.session import unkept_files
     from roseinfer.bench.store import RunFolder
 
     saved = RunFolder.open(path, "--resume").manifest
@@ -150,15 +157,19 @@ def _saved_options(path: Path, given: Collection[str]) -> dict[str, Any]:
     try:
         values = {name.replace("-", "_"): value for name, value in saved["configuration"].items()}
         values["slo"] = saved["slos"] or None
-        local_model = values["model"] if is_local(saved) else None
-    except (KeyError, AttributeError) as error:
+        values["goodput"] = saved.get("goodput") or None
+        unkept = unkept_files(saved)
+        names = {field: values[field] for field in unkept}
+    except (KeyError, AttributeError, TypeError) as error:
         raise InputError("--resume", str(path), f"its run.json is not whole ({error})") from error
     if unknown := values.keys() - known.keys():
         raise InputError(
             "--resume", str(path), f"was made with flags unknown here: {', '.join(sorted(unknown))}"
         )
-    if local_model is not None and "model" not in given:
-        why = f"measured the local model {local_model!r}, whose place a run does not keep: add --model PATH"
+    if missing := [field for field in unkept if field not in given]:
+        made_with = " and ".join(f"{flag(field)} {names[field]}" for field in missing)
+        again = " ".join(f"{flag(field)} PATH" for field in missing)
+        why = f"was made with {made_with}, and a run keeps no places of files: add {again}"
         raise InputError("--resume", str(path), why)
     return {name: value for name, value in values.items() if value != known[name]}
 

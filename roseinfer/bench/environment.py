@@ -187,8 +187,13 @@ def _git(checkout: Path) -> dict[str, object] | None:
         return None
 
 
-def _source_sha256() -> str:
+def source_sha256(package: Path) -> str:
+    """Over the names and contents of the Python files of a package's folder."""
     digest = hashlib.sha256()
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _source_sha256() -> str:
+    return source_sha256(_PACKAGE)

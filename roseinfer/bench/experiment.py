@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from roseinfer.bench.options import (
-    DEFAULT_BURST_SIZE,
-    DEFAULT_PROMPT_LEN,
-    DEVICES,
-    DTYPES,
-    NO_LIMIT,
-    NOT_CONFIGURATION,
-    RunOptions,
-    flag,
-)
+from roseinfer.bench.flag_values import LARGEST, whole_numbers, wrong
+from roseinfer.bench.load import Load, bursts_of, load_of, rates_of
+from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
+from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, TARGETS, RunOptions
 from roseinfer.errors import InputError
-from roseinfer.executor import KV_BLOCK_TOKENS
-from roseinfer.kv_cache import blocks_for
 from roseinfer.model_source import local_path
+
+if TYPE_CHECKING:
+    from roseinfer.bench.replay import Replay
+    from roseinfer.bench.traces import Trace
 
 _LEAST: Final = {
     "max_batch_size": 1,
@@ -35,9 +33,23 @@ _LEAST: Final = {
     "tokenize_workers": 0,
     "warmup_runs": 0,
     "seed": 0,
+    "max_concurrency": 1,
+    "prefix_len": 0,
 }
-_LARGEST: Final = 2**31 - 1
 _LONGEST_TEXT: Final = 10_000_000
+_OF_ENGINES: Final = (
+    "model",
+    "device",
+    "dtype",
+    "num_threads",
+    "prompt",
+    "prefix_len",
+    "pretok",
+    "tokenize_workers",
+    "stop_at_eos",
+    "warmup_runs",
+)
+"""Flags that a simulated engine has no use for: it has no weights, and no text."""
 
 
 class Cell(NamedTuple):
@@ -70,10 +82,13 @@ class Experiment:
     """Options that were checked: what to measure, as numbers."""
 
     options: RunOptions
+    load: Load
     cells: tuple[Cell, ...]  # in the order that they were asked for
-    num_requests: int | None  # for spaced requests; a burst's size otherwise
     slos: tuple[str, ...]
+    goals: tuple[str, ...]  # --goodput, as typed
     metadata: Mapping[str, str]
+    trace: Trace | None = dataclasses.field(default=None, repr=False, compare=False)
+    replay: Replay | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_options(cls, options: RunOptions, given: Collection[str]) -> Experiment:
@@ -84,37 +99,55 @@ class Experiment:
         o = options
         limits = [
             None if limit == 0 else limit
-            for limit in _whole_numbers("max_inflight", o.max_inflight, least=0, hint=f" ({NO_LIMIT})")
+            for limit in whole_numbers("max_inflight", o.max_inflight, least=0, hint=f" ({NO_LIMIT})")
         ]
-        outputs = _whole_numbers("max_new_tokens", o.max_new_tokens, least=1)
         for field, least in _LEAST.items():
             value = getattr(o, field)
-            if value is not None and not least <= value <= _LARGEST:
-                raise _wrong(field, o, f"must be a whole number from {least} to {_LARGEST}")
+            if value is not None and not least <= value <= LARGEST:
+                raise wrong(field, o, f"must be a whole number from {least} to {LARGEST}")
         if o.device not in DEVICES:
-            raise _wrong("device", o, f"must be {', '.join(DEVICES)}")
+            raise wrong("device", o, f"must be {', '.join(DEVICES)}")
         if o.dtype not in DTYPES:
-            raise _wrong("dtype", o, f"must be {', '.join(DTYPES)}")
+            raise wrong("dtype", o, f"must be {', '.join(DTYPES)}")
         if o.max_num_batched_tokens is not None and o.max_num_batched_tokens <= o.max_batch_size:
-            raise _wrong("max_num_batched_tokens", o, f"must exceed --max-batch-size ({o.max_batch_size})")
-        if not 0 <= o.submit_interval_ms < 1e9:
-            raise _wrong("submit_interval_ms", o, "must be a number >= 0")
+            raise wrong("max_num_batched_tokens", o, f"must exceed --max-batch-size ({o.max_batch_size})")
         if not 0 <= o.max_error_share <= 1:
-            raise _wrong("max_error_share", o, "must lie in [0, 1]")
+            raise wrong("max_error_share", o, "must lie in [0, 1]")
+        _check_target(o, given)
+        replay = None if o.workload is None else _replay(o)
+        load = load_of(o, given, replays_closed_loop=replay is not None and replay.is_closed)
         if o.pretok and o.tokenize_workers and "tokenize_workers" in given:
-            raise _wrong("tokenize_workers", o, "has nothing to do with --pretok")
-        prompts = _prompt_lens(o, given)
-        bursts = _bursts(o)
-        cells = tuple(Cell(*factors) for factors in itertools.product(limits, bursts, prompts, outputs))
-        slos = tuple(getattr(o, "slo", None) or ())
-        return cls(o, cells, None if bursts != [None] else o.num_requests, slos, _metadata(o.metadata or []))
+            raise wrong("tokenize_workers", o, "has nothing to do with --pretok")
+        if replay is None:
+            prompts, outputs = _prompt_lens(o, given, load), _output_lens(o, load)
+            factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
+            shapes = tuple(Cell(None, *values) for values in factors)
+        else:
+            shapes = replay.shapes
+        slos, goals = tuple(getattr(o, "slo", None) or ()), tuple(o.goodput or ())
+        metadata = _metadata(o.metadata or [])
+        return cls(
+            options=o,
+            load=load,
+            cells=tuple(shape._replace(max_inflight=limit) for limit in limits for shape in shapes),
+            slos=slos,
+            goals=goals,
+            metadata=metadata,
+            trace=None if o.trace is None else _trace(o),
+            replay=replay,
+        )
 
     def configuration(self) -> dict[str, object]:
-        """What the measurement depends on: flag names (without dashes in front) to plain values."""
+        """What the measurement depends on: flag names (without dashes in front) to plain values.
+
+        Of a file the last part of its path only, as of a local model.
+        """
         values = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
         values["model"] = self.model_name
         return {
-            name.replace("_", "-"): value for name, value in values.items() if name not in NOT_CONFIGURATION
+            name.replace("_", "-"): value.name if isinstance(value, Path) else value
+            for name, value in values.items()
+            if name not in NOT_CONFIGURATION
         }
 
     @property
@@ -137,83 +170,82 @@ class Experiment:
         """Requests are spaced in time; otherwise they arrive as one burst."""
         return self.interval_s > 0
 
-    def offered(self, cell: Cell) -> int:
-        """Requests of a cell and repeat."""
-        count = self.num_requests if cell.burst_size is None else cell.burst_size
-        assert count is not None
-        return count
+    def offered(self, cell: Cell) -> int | None:
+        """Requests of a cell and repeat, as far as the flags alone say it."""
+        load = self.load
+        if load.arrival == "burst" and load.burst_interval_s is None:
+            return cell.burst_size
+        return load.num_requests if load.duration_s is None else None
 
     def check_fits(self, context_tokens: int, given_tokens: int | None = None) -> None:
         """Raises InputError for a cell whose requests could never be served. `given_tokens`: of --prompt, if known."""
-        kv_tokens = self.options.kv_cache_tokens
-        for cell in self.cells:
-            prompt_tokens = given_tokens if cell.prompt_len is None else cell.prompt_len
-            if prompt_tokens is None:
-                continue
-            need_tokens = prompt_tokens + cell.output_len
-            if need_tokens > context_tokens:
-                name, value = "--prompt-len", str(prompt_tokens)
-                if cell.prompt_len is None:
-                    name, value = "--prompt", f"{prompt_tokens} tokens"
-                why = (
-                    f"with --max-new-tokens {cell.output_len} exceeds the context of {context_tokens} tokens"
-                )
-                raise InputError(name, value, why)
-            if kv_tokens is not None and need_tokens > KV_BLOCK_TOKENS * blocks_for(kv_tokens):
-                why = f"cannot hold one request of {prompt_tokens} prompt and {cell.output_len} new tokens"
-                raise InputError("--kv-cache-tokens", kv_tokens, why)
+        from roseinfer.bench.fit import check_fits
+
+        check_fits(self, context_tokens, given_tokens=given_tokens, special_tokens=0, replay=self.replay)
 
 
-def _prompt_lens(o: RunOptions, given: Collection[str]) -> list[int] | list[None]:
+def _check_target(o: RunOptions, given: Collection[str]) -> None:
+    if o.target not in TARGETS:
+        raise wrong("target", o, f"must be {' or '.join(TARGETS)}")
+    if o.target == "engine":
+        if o.cost_model is not None:
+            raise wrong("cost_model", o, "needs --target sim")
+        return
+    if o.cost_model is None:
+        raise wrong("target", o, "needs --cost-model")
+    for field in _OF_ENGINES:
+        if field in given and getattr(o, field) not in (None, False):
+            raise wrong(field, o, "contradicts --target sim, which has no model and no text")
+
+
+def _trace(o: RunOptions) -> Trace:
+    from roseinfer.bench.traces import read_trace
+
+    assert o.trace is not None
+    trace = read_trace(o.trace)
+    if o.num_requests is not None and o.num_requests > len(trace):
+        raise wrong("num_requests", o, f"is more than the {len(trace)} of --trace {o.trace}")
+    return trace
+
+
+def _replay(o: RunOptions) -> Replay:
+    from roseinfer.bench.replay import read_replay
+
+    assert o.workload is not None
+    replay = read_replay(o.workload)
+    if replay.repeats is not None and o.repeats > replay.repeats:
+        raise wrong("repeats", o, f"is more than the {replay.repeats} of --workload {o.workload}")
+    if o.target == "sim" and not replay.is_counted:
+        raise wrong("workload", o, "has prompts without prompt_tokens, which --target sim cannot count")
+    return replay
+
+
+def _prompt_lens(o: RunOptions, given: Collection[str], load: Load) -> list[int] | list[None]:
     if o.prompt is None:
         if "prompt_repeats" in given:
-            raise _wrong("prompt_repeats", o, "repeats --prompt, which is missing")
-        return _whole_numbers(
+            raise wrong("prompt_repeats", o, "repeats --prompt, which is missing")
+        if o.prompt_len is None and load.arrival == "trace":
+            return [None]
+        lens = whole_numbers(
             "prompt_len", str(DEFAULT_PROMPT_LEN) if o.prompt_len is None else o.prompt_len, least=1
         )
-    if o.prompt_len is not None:
-        raise _wrong("prompt_len", o, "contradicts --prompt, which has its own length")
+        if load.prefix_tokens >= min(lens):
+            raise wrong("prefix_len", o, f"leaves nothing of its own to a prompt of {min(lens)} tokens")
+        return lens
+    for field in ("prompt_len", "prompt_len_dist", "prefix_len"):
+        if field in given and getattr(o, field):
+            raise wrong(field, o, "contradicts --prompt, which has its own length and text")
     if not o.prompt:
-        raise _wrong("prompt", o, "is empty")
+        raise wrong("prompt", o, "is empty")
     if len(o.prompt) * o.prompt_repeats > _LONGEST_TEXT:
-        raise _wrong("prompt_repeats", o, f"makes a text of more than {_LONGEST_TEXT} characters")
+        raise wrong("prompt_repeats", o, f"makes a text of more than {_LONGEST_TEXT} characters")
     return [None]
 
 
-def _bursts(o: RunOptions) -> list[int] | list[None]:
-    if o.submit_interval_ms > 0:
-        if o.burst_size is not None:
-            raise _wrong("burst_size", o, "contradicts --submit-interval-ms: name --num-requests")
-        if o.num_requests is None:
-            raise _wrong("submit_interval_ms", o, "needs --num-requests")
-        return [None]
-    if o.burst_size is None:
-        return [o.num_requests or DEFAULT_BURST_SIZE]
-    bursts = _whole_numbers("burst_size", o.burst_size, least=1)
-    if o.num_requests is not None and bursts != [o.num_requests]:
-        raise _wrong("num_requests", o, f"differs from --burst-size {o.burst_size}, and a run is one burst")
-    return bursts
-
-
-def _whole_numbers(field: str, text: str, *, least: int, hint: str = "") -> list[int]:
-    """A comma list without repetition, e.g. "0,16,64"."""
-    numbers: list[int] = []
-    for item in text.split(","):
-        try:
-            number = int(item)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= _LARGEST:
-            why = f"{item.strip()!r} is no whole number from {least} to {_LARGEST}{hint}"
-            raise InputError(flag(field), text, why)
-        if number in numbers:
-            raise InputError(flag(field), text, f"names {number} twice")
-        numbers.append(number)
-    return numbers
-
-
-def _wrong(field: str, options: RunOptions, why: str) -> InputError:
-    return InputError(flag(field), getattr(options, field), why)
+def _output_lens(o: RunOptions, load: Load) -> list[int] | list[None]:
+    if o.max_new_tokens is None:
+        return [None] if load.arrival == "trace" else [DEFAULT_OUTPUT_LEN]
+    return list(whole_numbers("max_new_tokens", o.max_new_tokens, least=1))
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What all figures share: the order, colour and marker of the limits, value axes, caption line and files."""
+"""What all figures share: the colour and marker of the limits, value axes, caption line and files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from roseinfer.bench.records import FACTORS
+from roseinfer.bench.labels import NO_LIMIT
 from roseinfer.bench.stats import smallest_sample, trusted_sample
-from roseinfer.bench.summary import limit_label
 
 P99_SMALLEST: Final = smallest_sample(99)
 """Below it the nearest-rank p99 is the maximum, and is called so."""
@@ -54,12 +53,6 @@ _MIN_WIDTH_IN: Final = 6.5
 _CAPTION_CHARS_PER_IN: Final = 19
 _LIMIT_COLOURS: Final = (ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)
 _LIMIT_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "p")
-NO_LIMIT: Final = limit_label(None)
-_FACTOR_TEXT: Final = {
-    "burst_size": "burst of {}",
-    "prompt_len": "prompt of {} tokens",
-    "output_len": "output of {} tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -69,40 +62,6 @@ class Caption:
     model: str
     machine: str
     run_id: str
-
-
-def label_cells(frame: pd.DataFrame, factors: Sequence[str] = FACTORS[1:]) -> pd.DataFrame:
-    """`frame` with the columns `limit` and `combination`, both text, and its rows in the order of drawing.
-
-    `limit` is "no limit" where `max_inflight` is null, and sorts last. `combination` names the values of
-    those `factors` that vary ("" if none does). `frame` needs the columns `max_inflight` and `factors`.
-    """
-    swept = [factor for factor in factors if frame[factor].nunique(dropna=False) > 1]
-    ordered = frame.sort_values([*factors, "max_inflight"], kind="stable")
-    return ordered.assign(
-        limit=[limit_label(value) for value in ordered["max_inflight"]],
-        combination=[
-            ", ".join(
-                _FACTOR_TEXT[factor].format(_count_text(value))
-                for factor, value in zip(swept, values, strict=True)
-            )
-            for values in ordered[swept].itertuples(index=False, name=None)
-        ],
-    )
-
-
-def limit_title(limit: str) -> str:
-    return limit if limit == NO_LIMIT else f"limit {limit}"
-
-
-def _count_text(value: float | None) -> str:
-    return "n/a" if value is None or pd.isna(value) else f"{int(value)}"
-
-
-def limits_of(labelled: pd.DataFrame) -> list[str]:
-    """The limits of a frame from `label_cells`, ascending, "no limit" last."""
-    found = set(labelled["limit"])
-    return sorted(found - {NO_LIMIT}, key=int) + [NO_LIMIT] * (NO_LIMIT in found)
 
 
 def limit_styles(limits: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A burst as a Gantt chart: what every request of it was doing, and when."""
+"""A burst (or a stretch of a load without one) as a Gantt chart: what every request was doing, and when."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from roseinfer.bench.figure_style import (
     VERMILLION,
     Caption,
     dress,
-    label_cells,
-    limit_title,
-    limits_of,
     panel_grid,
     span_text,
 )
+from roseinfer.bench.labels import label_cells, limit_title, limits_of
 from roseinfer.bench.records import Outcome
 
 STAGES: Final = (
@@ -48,23 +46,36 @@ _STAMPS: Final = ("reserved tokenized queued first_scheduled first_token last_to
 
 
 def gantt_data(requests: pd.DataFrame) -> pd.DataFrame:
-    """The first burst (all requests, if they come one by one) of every cell's first repeat, in arrival order.
+    """The first burst of every cell's first repeat, in the order of arrival.
 
-    Stamps in milliseconds since the burst's first scheduled send, null for a stage that was not reached;
-    `queued_ms` is where the queue begins: tokenised, or reserved for a prompt that came as token ids.
+    Requests of a burst are due at the same instant, and nothing else is. Where there is no burst, the 256 requests
+    in the middle of the repeat stand for it. Stamps in milliseconds since the request was due, null for a stage that
+    was not reached; `queued_ms` is where the queue begins: tokenised, or reserved for token ids.
     """
     first_repeat = requests["repeat"] == requests.groupby("cell_id")["repeat"].transform("min")
-    later = (requests["arrival"] == "burst") & (requests["request_index"] >= requests["burst_size"])
-    burst = label_cells(requests[first_repeat & ~later].sort_values("request_index"))
-    burst = burst.assign(queued_s=burst["tokenized_s"].fillna(burst["reserved_s"]))
-    start_s = burst.groupby("cell_id")["scheduled_s"].transform("min")
-    stamps = {f"{name}_ms": 1000 * (burst[f"{name}_s"] - start_s) for name in _STAMPS}
-    return burst[["combination", "limit", "repeat", "request_index", "outcome"]].assign(**stamps)
+    cells = requests[first_repeat].sort_values("request_index").groupby("cell_id", sort=False)
+    drawn = label_cells(pd.concat([_first_burst(cell) for _, cell in cells]))
+    drawn = drawn.assign(queued_s=drawn["tokenized_s"].fillna(drawn["reserved_s"]))
+    stamps = {f"{name}_ms": 1000 * (drawn[f"{name}_s"] - drawn["scheduled_s"]) for name in _STAMPS}
+    columns = ["combination", "limit", "repeat", "is_burst", "request_index", "outcome"]
+    return drawn[columns].assign(**stamps)
+
+
+def _first_burst(cell: pd.DataFrame) -> pd.DataFrame:
+    """Of one repeat's requests, in the order of arrival, those to draw."""
+    due = cell["scheduled_s"].dropna()
+    shared = due[due.duplicated(keep=False)]
+    if len(shared) and cell["burst_size"].notna().any():
+        burst: pd.DataFrame = cell[cell["scheduled_s"] == shared.min()]
+        return burst.assign(is_burst=True)
+    first = max(0, (len(cell) - _MAX_ROWS) // 2)
+    return cell.iloc[first : first + _MAX_ROWS].assign(is_burst=False)
 
 
 @matplotlib.rc_context(STYLE)
 def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
-    """One burst per limit, side by side on one time axis; `burst` holds one combination of `gantt_data`."""
+    """A burst per limit, side by side on one time axis; `burst` holds one combination of `gantt_data`."""
+    is_burst = bool(burst["is_burst"].iloc[0])
     limits = limits_of(burst)
     combination = str(burst["combination"].iloc[0])
     figure, panels = panel_grid(len(limits), 1, width_in=4.2, height_in=_PANEL_HEIGHT_IN)
@@ -79,17 +90,18 @@ def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
         axes.set_title(_title(limit, rows["outcome"], step))
         axes.set_xlim(-0.02 * end_ms, 1.02 * end_ms)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel("time since the burst began (ms)")
+        axes.set_xlabel(f"time since {'the burst began' if is_burst else 'the request was due'} (ms)")
         axes.set_ylabel("request, in order of arrival")
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     marks: list[Artist] = [Patch(color=colour, label=name) for name, _, _, colour in STAGES]
     marks.append(_mark([], [], VERMILLION, "|", 7, label="rejected"))
     if not burst["outcome"].isin([Outcome.COMPLETED, Outcome.REJECTED]).all():
         marks.append(_mark([], [], BLACK, "x", 5, label="ended otherwise"))
-    title = ", ".join(filter(None, ["One burst, request by request", combination]))
+    what = "One burst" if is_burst else "A stretch of the load"
+    title = ", ".join(filter(None, [f"{what}, request by request", combination]))
     facts = (
-        f"Repeat {span_text(burst['repeat'])}, its first burst; n={span_text(burst.groupby('limit').size())}"
-        " requests. Stamps of the engine; zero is the first scheduled send."
+        f"Repeat {span_text(burst['repeat'])}, {'its first burst' if is_burst else 'from its middle'};"
+        f" n={span_text(burst.groupby('limit').size())} requests. Stamps of the engine; zero is the scheduled send."
     )
     dress(figure, title, marks, caption, facts)
     return figure

@@ -20,13 +20,12 @@ from roseinfer.bench.figure_style import (
     STYLE,
     Caption,
     dress,
-    label_cells,
-    limits_of,
     log_ticks,
     number_text,
     repeats_text,
     share_text,
 )
+from roseinfer.bench.labels import factor_text, label_cells, limits_of
 from roseinfer.bench.records import FACTORS
 
 _HATCH: Final = "////"
@@ -35,6 +34,7 @@ _FACTOR_LABEL: Final = {
     "burst_size": "burst size (requests)",
     "prompt_len": "prompt length (tokens)",
     "output_len": "output length (tokens)",
+    "request_rate": "offered load (requests/s)",
 }
 
 
@@ -51,7 +51,7 @@ def heat_map_data(summary: pd.DataFrame) -> pd.DataFrame:
     pooled = label_cells(summary[summary["repeat"].isna()].dropna(subset=factor).sort_values(factor), others)
     cells = pooled.assign(
         factor=factor,
-        value=pooled[factor].astype("int64"),
+        value=pooled[factor],
         p99_ttft_ms=pooled["p99_ttft_ms"].where(pooled["completed"] > 0),
     )
     return cells[
@@ -116,10 +116,10 @@ def _colour_scale(known: pd.Series[float]) -> tuple[Normalize, list[float] | Non
     return LogNorm(ticks[0], ticks[-1]), ticks
 
 
-def _frame(axes: Axes, limits: list[str], values: list[int], label: str) -> None:
+def _frame(axes: Axes, limits: list[str], values: list[float], label: str) -> None:
     axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set_ylim(-0.5, len(limits) - 0.5)
-    axes.set_xticks(range(len(values)), [str(value) for value in values])
+    axes.set_xticks(range(len(values)), [factor_text(value) for value in values])
     axes.set_yticks(range(len(limits)), limits)
     axes.tick_params(length=0)
     axes.set_xlabel(label)

@@ -14,14 +14,13 @@ from roseinfer.bench.figure_style import (
     STYLE,
     Caption,
     dress,
-    label_cells,
     limit_styles,
-    limits_of,
     panel_grid,
     repeats_text,
     scale_values,
     share_text,
 )
+from roseinfer.bench.labels import label_cells, limits_of
 from roseinfer.bench.records import Outcome, derive
 
 _NINES_PERCENT: Final = (0, 50, 90, 99, 99.9, 99.99, 99.999)

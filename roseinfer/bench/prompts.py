@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, overload
 
 import numpy as np
 
 from roseinfer.errors import InputError
+from roseinfer.manager import Prompt
 
 POOL_WORDS: Final = 4096
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _ATTEMPTS: Final = 8
+
+
+class Prompts(Sequence[Prompt]):
+    """The prompts of a workload; each is made when it is asked for, since a million of them are much to keep."""
+
+    def __init__(self, make: Callable[[int], Prompt], n: int) -> None:
+        self._make = make
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        places = range(self._n)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(i) for i in places]
 
 
 class PromptTokenizer(Protocol):
@@ -36,17 +57,31 @@ class PromptMaker:
             why = "the tokenizer has no words of one token to compose prompts from: use --prompt"
             raise InputError("--prompt-len", None, why)
 
-    def text(self, seed: int, index: int, n_tokens: int) -> str:
-        """The text of request `index`: exactly `n_tokens` tokens, special ones included."""
-        n_words = n_tokens - self._overhead
+    @property
+    def special_tokens(self) -> int:
+        """What the tokenizer puts in front of every text."""
+        return self._overhead
+
+    def text(self, seed: int, index: int, n_tokens: int, prefix_tokens: int = 0) -> str:
+        """The text of request `index`: exactly `n_tokens` tokens, special ones included.
+
+        Texts of one seed share their first `prefix_tokens` tokens, and these follow from the seed alone.
+        """
+        n_words, n_shared = n_tokens - self._overhead, max(prefix_tokens - self._overhead, 0)
         if n_words < 1:
             raise InputError("--prompt-len", n_tokens, f"the tokenizer alone adds {self._overhead} tokens")
+        shared = self._some_words(np.random.default_rng([seed, 0, 1]), n_shared)
+        shared_ids = self._tokenizer.encode(shared)
         rng = np.random.default_rng([seed, index])
         for _ in range(_ATTEMPTS):
-            text = "".join(self._words[i] for i in rng.integers(len(self._words), size=n_words))
-            if len(self._tokenizer.encode(text)) == n_tokens:
+            text = shared + self._some_words(rng, n_words - n_shared)
+            ids = self._tokenizer.encode(text)
+            if len(ids) == n_tokens and ids[: len(shared_ids)] == shared_ids:
                 return text
         raise InputError("--prompt-len", n_tokens, "no text of this length could be composed: use --prompt")
+
+    def _some_words(self, rng: np.random.Generator, n: int) -> str:
+        return "".join(self._words[i] for i in rng.integers(len(self._words), size=n))
 
     def _one_token_words(self, vocab_size: int) -> list[str]:
         words = []

@@ -16,8 +16,10 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.records import FACTORS, Outcome, derive
 from roseinfer.bench.stats import Interval, cluster_bootstrap, percentile_label, smallest_sample
+from roseinfer.bench.steady_state import steady_rows
 from roseinfer.bench.summary import limit_label, pooled, sort_cells
 from roseinfer.errors import InputError
 
@@ -116,14 +118,14 @@ class Recommendation:
     last. `chosen` is one of them, None when none qualifies.
     """
 
-    factors: Mapping[str, int]
+    factors: Mapping[str, float]
     slos: tuple[Slo, ...]
     evidence: tuple[Evidence, ...]
     chosen: Evidence | None
 
     def sentence(self) -> str:
         """The answer in plain words, with its numbers."""
-        where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.factors.items())
+        where = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in self.factors.items())
         prefix = f"At {where}: " if where else ""
         goal = " and ".join(str(slo) for slo in self.slos)
         if self.chosen is None:
@@ -166,7 +168,7 @@ def recommend(
             _evidence(requests.loc[requests["cell_id"] == cell["cell_id"]], cell, slos, seed)
             for _, cell in combination.iterrows()
         )
-        factors = {factor: int(first[factor]) for factor in swept}
+        factors = {factor: float(first[factor]) for factor in swept if not pd.isna(first[factor])}
         answers.append(Recommendation(factors, tuple(slos), evidence, _best(evidence)))
     return answers
 
@@ -183,19 +185,17 @@ def _best(evidence: Sequence[Evidence]) -> Evidence | None:
 
 def _evidence(requests: pd.DataFrame, cell: pd.Series, slos: Sequence[Slo], seed: int) -> Evidence:
     derived = derive(requests)
-    completed = derived.loc[derived["outcome"] == Outcome.COMPLETED]
+    counted = steady_rows(derived)
+    completed = counted.loc[counted["outcome"] == Outcome.COMPLETED]
     judgements = tuple(_judge(completed, slo, seed) for slo in slos)
-    # A bound on a latency that a request does not have (tpot of a single token) cannot be broken by it.
-    broken = np.zeros(len(completed), dtype=bool)
-    for slo in slos:
-        broken |= (1e3 * completed[f"{slo.metric}_s"] > slo.limit_ms).to_numpy()
+    served = met(derived, [Goal(slo.metric, slo.limit_ms) for slo in slos])
     why_not = [judgement.why_not for judgement in judgements if judgement.why_not is not None]
     if not cell["valid"]:
         why_not.append(f"the measurement is invalid: {cell['invalid_reasons']}")
     return Evidence(
         limit=None if pd.isna(cell["max_inflight"]) else int(cell["max_inflight"]),
         offered=int(cell["offered"]),
-        served=int(np.count_nonzero(~broken)),
+        served=int(np.count_nonzero(served)),
         reject_rate=float(cell["reject_rate"]),
         judgements=judgements,
         why_not=tuple(why_not),

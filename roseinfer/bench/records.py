@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from numpy.typing import NDArray
 
 SCHEMA_VERSION: Final = 1
 
@@ -37,6 +38,14 @@ class Outcome(StrEnum):
 
 FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len", "request_rate")
 """The columns that tell the cells of a sweep apart."""
+
+FACTOR_NAMES: Final = {
+    "burst_size": "burst",
+    "prompt_len": "prompt tokens",
+    "output_len": "new tokens",
+    "request_rate": "requests/s",
+}
+"""What tables and figures call them, but for the limit, whose values have names of their own."""
 
 _KEY = [
     ("run_id", pa.string()),
@@ -126,12 +135,15 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
     """`requests` with the derived durations added, in seconds; null wherever an operand is null.
 
     The formulas are those of the design: the eight TTFT_PARTS, `ttft_s`, `ttft_from_send_s`, `decode_s`,
-    `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `reject_s` (stage submit only), `add_request_s`.
+    `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `largest_itl_s` (the longest wait between two
+    tokens, null under 2), `reject_s` (stage submit only), `add_request_s`, and from sending to the end of what
+    failed: `time_to_error_s`, `time_to_timeout_s`.
     """
     r = requests
     tokens = r["output_tokens"].astype("float64")
     at_submit = r["reject_stage"] == "submit"
-    derived = {
+    until_end_s = r["ended_s"] - r["sent_s"]
+    derived: dict[str, Any] = {
         "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
         "send_lag_s": r["sent_s"] - r["permitted_s"],
         # Every row is one attempt until clients retry: first and last attempt are the same send.
@@ -147,17 +159,56 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
         "last_delivery_s": r["received_last_s"] - r["last_token_s"],
         "e2el_s": r["received_last_s"] - r["scheduled_s"],
         "tpot_s": ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
+        "largest_itl_s": _largest_gaps_s(r["token_times_s"]),
         "reject_s": (r["rejected_s"] - r["sent_s"]).where(at_submit),
         "add_request_s": r["admitted_s"] - r["sent_s"],
+        "time_to_error_s": until_end_s.where(r["outcome"] == Outcome.ERROR),
+        "time_to_timeout_s": until_end_s.where(r["outcome"] == Outcome.TIMEOUT),
     }
     return r.assign(**derived)
 
 
-def token_gaps_s(token_times_s: pd.Series[Any]) -> np.ndarray:
-    """All gaps between consecutive tokens (ITL), pooled over requests: float64[sum of (tokens - 1)]."""
-    answers = [times for times in token_times_s.dropna() if len(times)]
-    if not answers:
-        return np.empty(0)
-    gaps = np.diff(np.concatenate(answers))
-    last_tokens = np.cumsum([len(times) for times in answers])[:-1] - 1
-    return np.delete(gaps, last_tokens)  # from one answer to the next is no gap
+def gaps_s(times_s: pd.Series[Any]) -> NDArray[np.float64]:
+    """All gaps between consecutive tokens (ITL) or deliveries, pooled over requests: float64[sum of (times - 1)]."""
+    return _gaps(times_s)[0]
+
+
+def _largest_gaps_s(token_times_s: pd.Series[Any]) -> NDArray[np.float64]:
+    """The largest gap of each request: float64[requests], NaN under 2 tokens."""
+    gaps, counts = _gaps(token_times_s)
+    largest = np.full(len(counts), np.nan)
+    has_gap = counts > 0
+    if has_gap.any():
+        starts = np.cumsum(counts[has_gap]) - counts[has_gap]
+        largest[has_gap] = np.maximum.reduceat(gaps, starts)
+    return largest
+
+
+def _gaps(times_s: pd.Series[Any]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The gaps within each request, one request after another, and how many each has."""
+    every_s, sizes = flattened(times_s, pa.float64())
+    ends = np.cumsum(sizes)[sizes > 0]
+    # From the last of one request to the first of the next is no gap.
+    return np.delete(np.diff(every_s), ends[:-1] - 1), np.maximum(sizes - 1, 0)
+
+
+def flattened(lists: pd.Series[Any], kind: pa.DataType) -> tuple[Any, NDArray[np.int64]]:
+    """The items of a column of lists, one after another, as numpy has them, and the length of each list.
+
+    A null has length 0. `kind` is the arrow type of an item; a struct comes as an arrow array.
+    """
+    array = pa.array(lists, type=pa.list_(kind), from_pandas=True)
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    items = array.flatten()
+    return items if pa.types.is_struct(kind) else items.to_numpy(zero_copy_only=False), lengths
+
+
+def as_frame(table: pa.Table) -> pd.DataFrame:
+    """A table of records as a frame. Lists stay as arrow holds them: an object a list is slow and large."""
+    frame: pd.DataFrame = table.to_pandas(
+        types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_list(kind) else None,
+        ignore_metadata=True,
+    )
+    return frame

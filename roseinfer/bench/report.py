@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from roseinfer.bench.experiment import Experiment
-from roseinfer.bench.records import FACTORS, Outcome, derive, token_gaps_s
-from roseinfer.bench.stats import percentile, percentile_label, ratio_interval
-from roseinfer.bench.summary import limit_label, pooled
-from roseinfer.bench.validity import slots_freed_during_burst
+from roseinfer.bench.explain import explain, explain_sentence
+from roseinfer.bench.goals import met, parse_goal
+from roseinfer.bench.load import CLOSED
+from roseinfer.bench.pacing import slots_freed_during_burst
+from roseinfer.bench.ratios import paired_ratio
+from roseinfer.bench.records import FACTORS, Outcome, derive, gaps_s
+from roseinfer.bench.stats import percentile, percentile_label, trusted_sample
+from roseinfer.bench.steady_state import warm_up
+from roseinfer.bench.summary import factor_text, limit_label, pooled
 
 PERCENTILES: Final = (50, 95, 99)
-FACTOR_NAMES: Final = {"burst_size": "burst", "prompt_len": "prompt tokens", "output_len": "new tokens"}
 METRIC_NAMES: Final = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
+OTHERS: Final = tuple(factor for factor in FACTORS if factor != "max_inflight")
 TABLE_WIDTH: Final = 100
+NARROWEST: Final = 40
 BUSY_LOAD_PER_CORE: Final = 1.5
 
 Line = tuple[str, list[str]]
 """A label and a figure per limit."""
 
 
-def burst_report(requests: pd.DataFrame, experiment: Experiment, device: str) -> str:
-    """One cell and repeat in the lines of the streaming benchmark that this project grew from."""
+def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, device: str) -> str:
+    """One cell and repeat in the lines of the streaming benchmark that this project grew from.
+
+    Below them, where they have something to say: what the warm-up cut left out of the latencies, and goodput.
+    """
     options = experiment.options
     rows = derive(requests)
     accepted = rows[rows["reserved_s"].notna()]
-    done = rows[rows["outcome"] == Outcome.COMPLETED]
+    cut = warm_up(rows)
+    counted = rows if cut is None else rows[cut[1]]
+    completed = rows[rows["outcome"] == Outcome.COMPLETED]
+    done = counted[counted["outcome"] == Outcome.COMPLETED]
     returned_s = rows["admitted_s"].fillna(rows["rejected_s"])
     duration_s = rows["received_last_s"].max() - rows["sent_s"].min()
-    tokens = int(done["output_tokens"].sum())
+    tokens = int(completed["output_tokens"].sum())
     lines = [
         "=== streaming benchmark ===",
-        f"Model: {experiment.model_name}",
+        f"Model: {model}",
         f"Device: {device}",
         f"Pretok: {options.pretok}",
         f"Tokenize workers: {experiment.tokenize_workers}",
@@ -47,17 +60,26 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, device: str) ->
         f"Prompt tokens (total): {int(accepted['prompt_tokens'].sum())}",
         f"Completion tokens (total): {int(accepted['output_tokens'].sum())}",
         f"Submit wall: {returned_s.max() - rows['sent_s'].min():.6f} s",
-        _percentiles("add_request latency", rows["add_request_s"], decimals=4),
-        _percentiles("reject latency", rows["reject_s"], decimals=4),
+        _percentiles("add_request latency", counted["add_request_s"], decimals=4),
+        _percentiles("reject latency", counted["reject_s"], decimals=4),
         _percentiles("Tokenize", done["tokenize_s"]),
         _percentiles("Queue wait (post-tok)", done["queue_wait_s"]),
         _percentiles("Prefill->first token", done["prefill_s"]),
         _percentiles("TTFT", done["ttft_s"]),
         _percentiles("TPOT", done["tpot_s"], unit="ms/token"),
-        _percentiles("ITL", pd.Series(token_gaps_s(done["token_times_s"]))),
+        _percentiles("ITL", pd.Series(gaps_s(done["token_times_s"]))),
         _percentiles("Latency", done["e2el_s"]),
         f"Throughput (completion,total): {_number(tokens / duration_s if tokens else np.nan)} tokens/s",
     ]
+    if cut is not None:
+        found = cut[0]
+        lines.append(
+            f"Warm-up cut (MSER-5): {found.cut} of {len(completed)}{'' if found.steady else ', no steady part found'}"
+        )
+    if experiment.goals:
+        good = int(np.count_nonzero(met(rows, [parse_goal(goal) for goal in experiment.goals])))
+        share = f"{100 * good / len(rows):.1f} % of {len(rows)} offered"
+        lines.append(f"Goodput ({' '.join(experiment.goals)}): {good} requests, {share}")
     return "\n".join(lines)
 
 
@@ -71,19 +93,43 @@ def _percentiles(label: str, values_s: pd.Series[float], *, decimals: int = 2, u
 
 
 def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
-    """A table per combination of the other factors, a column per limit, pooled over repeats.
+    """A table per combination of the other factors, a column per limit, pooled over repeats, and notes below it.
 
     Limits that do not fit into `width` characters go on in a table below.
     """
-    others = [factor for factor in FACTORS if factor != "max_inflight"]
-    for _, cells in pooled(summary).groupby(others, dropna=False, sort=True):
-        first = cells.iloc[0]
-        factors = [f"{FACTOR_NAMES[o]} {int(first[o])}" for o in others if not pd.isna(first[o])]
+    for _, cells in pooled(summary).groupby(list(OTHERS), dropna=False, sort=True):
         limits = [limit_label(limit) for limit in cells["max_inflight"]]
-        lines = [("max inflight", limits), *_lines(cells.to_dict("records"))]
-        repeats = _spread([int(count) for count in cells["repeats"]])
-        note = f"Pooled over {repeats} repeats. Intervals are 95 %, from resampling whole repeats."
-        yield "\n".join([", ".join(factors), *_layout(lines, width), note])
+        records = cells.to_dict("records")
+        lines = [("max inflight", limits), *_lines(records)]
+        yield "\n".join([_heading(cells.iloc[0]), *_layout(lines, width), *_wrapped(_notes(records), width)])
+
+
+def _heading(cell: pd.Series[Any]) -> str:
+    factors = [factor_text(factor, cell[factor]) for factor in OTHERS if not pd.isna(cell[factor])]
+    arrival = "closed loop" if cell["arrival"] == CLOSED else f"{cell['arrival']} arrivals"
+    return ", ".join(factors if cell["arrival"] == "burst" else [arrival, *factors])
+
+
+def _wrapped(notes: Iterable[str], width: int) -> Iterator[str]:
+    for note in notes:
+        yield from textwrap.wrap(note, max(width, NARROWEST), subsequent_indent="  ")
+
+
+def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
+    repeats = _spread([int(cell["repeats"]) for cell in cells])
+    yield f"Pooled over {repeats} repeat{'' if repeats == '1' else 's'}. Intervals are 95 %, from resampling whole repeats."
+    if any(not pd.isna(cell["repeats_needed"]) for cell in cells):
+        yield "Repeats to compare: on each side, for +15 % in p99 TTFT to be told from +10 % nine times in ten."
+    empty = [limit_label(cell["max_inflight"]) for cell in cells if not cell["completed"]]
+    if empty:
+        yield f"NOTHING COMPLETED at limit {', '.join(empty)}: there is no latency and no throughput."
+    enough = trusted_sample(99)
+    few = [limit_label(cell["max_inflight"]) for cell in cells if 0 < cell["n_ttft"] < enough]
+    if few:
+        yield (
+            f"Warning: under {enough} requests behind p99 TTFT at limit {', '.join(few)}: more than once in 20"
+            " the true p99 lies above all that was seen."
+        )
 
 
 def _layout(lines: list[Line], width: int) -> Iterator[str]:
@@ -112,30 +158,64 @@ def _lines(cells: list[dict[Any, Any]]) -> Iterator[Line]:
     yield "offered", [_count(c["offered"]) for c in cells]
     yield "completed (n)", [_count(c["completed"]) for c in cells]
     yield "rejected", [_count(c["rejected"]) for c in cells]
-    yield "reject rate", [f"{100 * c['reject_rate']:.1f} %" for c in cells]
+    yield "reject rate", [_percent(c["reject_rate"]) for c in cells]
     for outcome in ("error", "timeout", "cancelled", "incomplete"):
         if any(c[outcome] for c in cells):
             yield outcome, [_count(c[outcome]) for c in cells]
+    if any(not pd.isna(c["good"]) for c in cells):
+        yield "good (within the goals)", [_count(c["good"]) for c in cells]
+        yield "goodput, share of offered", [_percent(c["good_share"]) for c in cells]
+        yield "goodput (requests/s)", [_number(c["request_goodput"]) for c in cells]
+    if any(not pd.isna(c["warmup_cut"]) for c in cells):
+        yield "warm-up cut (MSER-5)", [_warm_up(c) for c in cells]
     for metric, name in METRIC_NAMES.items():
         yield from _metric_lines(cells, metric, name)
+    if any(c["n_largest_itl"] for c in cells):
+        yield "largest gap of tokens (ms)", [_number(c["max_itl_ms"]) for c in cells]
     yield "reject p99 (ms)", [_percentile_of(c, "reject", 99, decimals=4) for c in cells]
+    for failure in ("error", "timeout"):
+        if any(c[f"n_time_to_{failure}"] for c in cells):
+            yield f"time to {failure} p99 (ms)", [_percentile_of(c, f"time_to_{failure}", 99) for c in cells]
+    if any(not pd.isna(c["recovery_s"]) for c in cells):
+        yield "recovery from a burst (s)", [_number(c["recovery_s"]) for c in cells]
     yield "throughput (tokens/s)", [_number(c["output_throughput"]) for c in cells]
     yield "throughput (requests/s)", [_number(c["request_throughput"]) for c in cells]
 
 
 def _metric_lines(cells: list[dict[Any, Any]], metric: str, name: str) -> Iterator[Line]:
+    """The percentiles of the admitted, never without what was refused and what share of the offered was served."""
     if not any(c[f"n_{metric}"] for c in cells):
         yield f"{name} (ms)", ["n/a"] * len(cells)
         return
     yield f"{name} (ms)", []
-    if any(c[f"n_{metric}"] != c["completed"] for c in cells):
-        yield "  n", [_count(c[f"n_{metric}"]) for c in cells]
+    yield "  n, repeats", [f"{_count(c[f'n_{metric}'])}, {_count(c['repeats'])}" for c in cells]
     for p in PERCENTILES:
         yield f"  p{p}", [_percentile_of(c, metric, p) for c in cells]
     yield "  p99, interval", [_bounds(c, f"p99_{metric}_ms") for c in cells]
     if metric == "ttft":
         yield "  p99 of a repeat, median", [_number(c["median_p99_ttft_ms"]) for c in cells]
         yield "  p99 of a repeat, interval", [_bounds(c, "median_p99_ttft_ms") for c in cells]
+        if any(not pd.isna(c["p99_ttft_after_start_ms"]) for c in cells):
+            yield "  p99 after the start", [_number(c["p99_ttft_after_start_ms"]) for c in cells]
+        if any(not pd.isna(c["repeats_needed"]) for c in cells):
+            yield "  repeats to compare", [_number(c["repeats_needed"], 0) for c in cells]
+    share = "served" if all(pd.isna(c["good"]) for c in cells) else "good"
+    yield (
+        f"  refused, {share}",
+        [f"{_percent(c['reject_rate'])}, {_percent(_served_share(c))}" for c in cells],
+    )
+
+
+def _served_share(cell: dict[Any, Any]) -> float:
+    """Of the offered requests: served within the goals, or, where there are none, served."""
+    good = cell["completed"] if pd.isna(cell["good"]) else cell["good"]
+    return float(good / cell["offered"]) if cell["offered"] else np.nan
+
+
+def _warm_up(cell: dict[Any, Any]) -> str:
+    if pd.isna(cell["warmup_cut"]):
+        return "n/a"
+    return _count(cell["warmup_cut"]) if cell["steady"] else f"{_count(cell['warmup_cut'])}, not steady"
 
 
 def _percentile_of(cell: dict[Any, Any], metric: str, p: int, decimals: int = 2) -> str:
@@ -158,13 +238,12 @@ def conclusions(summary: pd.DataFrame) -> list[str]:
 
     Compared is with the loosest limit of the same cells, repeat by repeat: these had the same requests.
     """
-    others = [factor for factor in FACTORS if factor != "max_inflight"]
-    varied = [factor for factor in others if summary[factor].nunique() > 1]
+    varied = [factor for factor in OTHERS if summary[factor].nunique() > 1]
     sentences = []
-    for _, cells in summary.groupby(others, dropna=False, sort=True):
+    for _, cells in summary.groupby(list(OTHERS), dropna=False, sort=True):
         totals = pooled(cells).sort_values("max_inflight", na_position="last").to_dict("records")
         for total in totals[:-1]:
-            where = ", ".join(f"{FACTOR_NAMES[factor]} {int(total[factor])}" for factor in varied)
+            where = ", ".join(factor_text(factor, total[factor]) for factor in varied)
             sentences.append(
                 (f"At {where}: with " if where else "With ") + _conclusion(cells, total, totals[-1])
             )
@@ -186,6 +265,9 @@ def _conclusion(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any, A
     price = f"{_count(total['rejected'])} of {_count(total['offered'])} requests refused"
     if total["rejected"]:
         price += f", p99 of a refusal {_tail(total, 'reject', 4)} ms"
+    if not pd.isna(total["good"]):
+        shares = [_percent(_served_share(cell)) for cell in (loosest, total)]
+        price += f"; served within the goals: {' to '.join(shares)} of the offered"
     return f"{limits}, {', '.join([throughput, *tails])}; the price: {price}."
 
 
@@ -204,8 +286,16 @@ def _paired_ratio(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any,
     pairs = by_repeat[[total["cell_id"], loosest["cell_id"]]].dropna()
     if pairs.empty:
         return ""
-    ratio = ratio_interval(pairs[total["cell_id"]], pairs[loosest["cell_id"]])
+    ratio = paired_ratio(pairs[total["cell_id"]], pairs[loosest["cell_id"]])
     return f" (x{ratio.point:.3f}, 95 % {_interval(ratio.lo, ratio.hi, 3)} over {len(pairs)} paired repeats)"
+
+
+def explain_lines(requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
+    """For each cell a sentence on what its p99 TTFT was made of, from raw rows."""
+    return [
+        f"p99 explained: {row['cell_id']}: {explain_sentence(row)}."
+        for _, row in explain(requests, steps).iterrows()
+    ]
 
 
 def slots_freed_lines(requests: pd.DataFrame) -> list[str]:
@@ -241,10 +331,10 @@ def invalid_lines(summary: pd.DataFrame) -> list[str]:
 
 
 def load_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """A warning where the machine was busy with something else when the run began."""
+    """A warning where the machine was busy with something else when the run began. A simulated run knows no machine."""
     environment = manifest["environment"]
     load, cores = environment["load_average"][0], environment["cores_usable"]
-    if load <= BUSY_LOAD_PER_CORE * cores:
+    if manifest.get("target") == "sim" or load <= BUSY_LOAD_PER_CORE * cores:
         return []
     return [
         f"Warning: load average {load:g} at the start on {cores} usable cores: other work may have slowed this run"
@@ -252,16 +342,27 @@ def load_lines(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def model_name(manifest: Mapping[str, Any]) -> str:
-    """What computed, in a few words, from a run's manifest."""
+    """What computed, in a few words, from a run's manifest; what it does not hold (of a simulation) is left out."""
     model = manifest["model"]
-    return f"{model['model']} ({model['parameters'] / 1e6:.0f} M, {model['weights']}, {model['dtype']})"
+    parameters = model.get("parameters")
+    weights = model.get("weights")
+    facts = [
+        None if parameters is None else f"{parameters / 1e6:.0f} M",
+        "no weights" if weights == "none" else weights,
+        model.get("dtype"),
+    ]
+    known = ", ".join(fact for fact in facts if fact)
+    return f"{model['model']} ({known})" if known else str(model["model"])
 
 
 def machine_name(manifest: Mapping[str, Any]) -> str:
     """What it computed on, in a few words, from a run's manifest."""
     model, environment = manifest["model"], manifest["environment"]
-    threads = "1 thread" if model["num_threads"] == 1 else f"{model['num_threads']} threads"
-    return f"{model['device_name']}, {threads} on {environment['cores_usable']} cores"
+    device, threads = model.get("device_name") or model["device"], model.get("num_threads")
+    if threads is None:
+        return str(device)
+    named = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{device}, {named} on {environment['cores_usable']} cores"
 
 
 def _spread(counts: list[int]) -> str:
@@ -275,6 +376,15 @@ def _count(value: float) -> str:
 
 def _number(value: float, decimals: int = 2) -> str:
     return "n/a" if pd.isna(value) else f"{value:.{decimals}f}"
+
+
+def _percent(share: float) -> str:
+    """Only a true 0 or 1 reads 0 or 100 %."""
+    if pd.isna(share):
+        return "n/a"
+    if 0 < share < 0.0005 or 0.9995 <= share < 1:
+        return "< 0.1 %" if share < 0.5 else "> 99.9 %"
+    return f"{100 * share:.1f} %"
 
 
 def _interval(lo: float, hi: float, decimals: int = 2) -> str:

@@ -6,23 +6,41 @@ import shlex
 import shutil
 import sys
 import textwrap
+from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 import pandas as pd
 
 from roseinfer.bench import report, sweep
 from roseinfer.bench.environment import describe_environment, public_command
-from roseinfer.bench.experiment import Experiment
+from roseinfer.bench.experiment import Cell, Experiment
+from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.options import flag
 from roseinfer.bench.progress import Progress
 from roseinfer.bench.recommend import Recommendation, parse_slo, recommend
+from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder, check_name, check_writable, differences, new_run_id
+from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import WorkloadSource
 from roseinfer.errors import InputError
 from roseinfer.model_source import SourceKind, check_model_source, known_context
 from roseinfer.openmp import sleep_while_waiting
+from roseinfer.sim.cost_model import CostModel
 from roseinfer.tokenization import builtin_tokenizer
+
+FILE_FLAGS: Final = ("trace", "workload", "cost_model")
+"""Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
+
+
+class _Bench(NamedTuple):
+    """What cells are run on. `model` says in run.json what computes."""
+
+    target: sweep.Target
+    source: WorkloadSource
+    model: dict[str, Any]
 
 
 class Session:
@@ -32,15 +50,28 @@ class Session:
     conclusions: list[str]
     recommendations: list[Recommendation]
 
-    def __init__(self, experiment: Experiment, *, default_name: str, resume: Path | None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        default_name: str,
+        resume: Path | None = None,
+        command: str | None = None,
+    ) -> None:
+        """`command` is what run.json says that the run was started with; None: this process's command line."""
         sleep_while_waiting()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
+        self._command = public_command(sys.argv) if command is None else command
         self.folder: RunFolder | None = None
         self._progress = Progress(quiet=options.quiet)
         self._name = default_name if options.experiment_name is None else options.experiment_name
         self._slos = [parse_slo(text) for text in experiment.slos]
-        self._check_model()
+        for text in experiment.goals:
+            parse_goal(text)
+        self._cost_model = None if options.cost_model is None else CostModel.read(options.cost_model)
+        if self._cost_model is None:
+            self._check_model()
         if resume is None:
             check_name("--experiment-name", self._name)
             self._run_id = new_run_id(datetime.now(UTC)) if options.run_id is None else options.run_id
@@ -71,40 +102,38 @@ class Session:
         lines = []
         for cell in self.experiment.cells:
             left = sum((cell.cell_id, repeat) not in finished for repeat in repeats)
-            lines.append(f"{cell.cell_id}: {self.experiment.offered(cell)} requests, {left} repeats")
+            lines.append(f"{cell.cell_id}: {self._offered(cell)}, {left} repeats")
         return lines
+
+    def _offered(self, cell: Cell) -> str:
+        load = self.experiment.load
+        count = self.experiment.offered(cell)
+        if count is not None:
+            return f"{count} requests"
+        if load.duration_s is not None:
+            return f"requests for {load.duration_s:g} s"
+        file = load.workload or load.trace
+        assert file is not None
+        return f"the requests of {file.name}"
 
     def measure(self) -> pd.DataFrame:
         """Measures whatever is missing, and returns the summary. The run is on disk when this returns."""
         experiment, options = self.experiment, self.experiment.options
-        with self._progress as progress:
-            progress("loading the model")
-            from roseinfer.engine import InferenceEngine
-
-            engine = InferenceEngine.from_pretrained(
-                options.model,
-                device=options.device,
-                dtype=options.dtype,
-                max_model_len=options.max_model_len,
-                num_threads=options.num_threads,
-            )
-            source = WorkloadSource(
-                experiment,
-                engine.make_tokenizer(),
-                vocab_size=engine.vocab_size,
-                max_model_len=engine.max_model_len,
-            )
-            workload = source.table()
-            manifest = sweep.manifest(experiment, engine.description, workload, public_command(sys.argv))
+        with self._progress as progress, ExitStack() as claims:
+            bench = self._set_up(progress)
+            workload = bench.source.table()
+            manifest = sweep.manifest(experiment, bench.model, workload, bench.source.notes, self._command)
             if self.folder is not None:
                 self._check_same(self.folder, manifest)
-            if self.folder is not None:
+                claims.enter_context(self.folder.claimed())
                 self.folder.clear_leftovers()
             if self.folder is None or not self.folder.is_compacted:
-                sweep.warm_up(experiment, engine, source, progress)
+                if self._cost_model is None:
+                    sweep.warm_up(experiment, bench.target, bench.source, progress)
                 if self.folder is None:  # not earlier: where the warm-up fails there is no run
                     self.folder = RunFolder.create(options.output_dir, self._name, self._run_id, manifest)
-                sweep.measure(experiment, engine, source, self.folder, progress)
+                    claims.enter_context(self.folder.claimed())
+                sweep.measure(experiment, bench.target, bench.source, self.folder, progress)
             progress("summing up")
             self.summary = sweep.conclude(self.folder, workload)
             self._requests = self.folder.read_requests()
@@ -114,6 +143,32 @@ class Session:
             else:
                 self.recommendations = []
         return self.summary
+
+    def _set_up(self, progress: Progress) -> _Bench:
+        experiment, options = self.experiment, self.experiment.options
+        if self._cost_model is not None:
+            simulated = SimTarget(self._cost_model, experiment)
+            source = WorkloadSource(experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
+            return _Bench(simulated, source, simulated.describe())
+        progress("loading the model")
+        from roseinfer.engine import InferenceEngine
+
+        engine = InferenceEngine.from_pretrained(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            num_threads=options.num_threads,
+        )
+        source = WorkloadSource(
+            experiment,
+            engine.make_tokenizer(),
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+        )
+        kind = check_model_source(options.model).kind
+        model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
+        return _Bench(InProcessTarget(engine, experiment), source, model)
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -127,21 +182,21 @@ class Session:
         manifest = self.folder.manifest
         width = shutil.get_terminal_size().columns if out.isatty() else None
         if reports:
-            for run in range(self.experiment.options.warmup_runs):
-                print(f"=== warmup {run + 1}/{self.experiment.options.warmup_runs} ===", file=out)
+            warmup_runs = self.experiment.options.warmup_runs if self._cost_model is None else 0
+            for run in range(warmup_runs):
+                print(f"=== warmup {run + 1}/{warmup_runs} ===", file=out)
+            model, device = manifest["model"]["model"], manifest["model"]["device"]
             for _, rows in self._requests.groupby("repeat", sort=True):
-                print(
-                    report.burst_report(rows, self.experiment, manifest["model"]["device"]),
-                    end="\n\n",
-                    file=out,
-                )
+                print(report.burst_report(rows, self.experiment, model, device), end="\n\n", file=out)
         else:
             for table in report.tables(self.summary, width or report.TABLE_WIDTH):
                 print(table, end="\n\n", file=out)
         for line in [
             f"{report.model_name(manifest)} on {report.machine_name(manifest)}",
             *self.conclusions,
+            *report.explain_lines(self._requests, self.folder.read_steps()),
             *[recommendation.sentence() for recommendation in self.recommendations],
+            *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
             *report.load_lines(manifest),
             *report.invalid_lines(self.summary),
@@ -150,8 +205,11 @@ class Session:
         print(f"Run: {self.folder.path}", file=out, flush=True)
 
     def draw(self, out: TextIO) -> None:
-        """Draws the figures and says where they are."""
+        """Draws the figures and says where they are; of a simulation, which is quicker than they are, how to get them."""
         assert self.folder is not None
+        if self._cost_model is not None:
+            print(f"Figures: roseinfer-bench plot {shlex.quote(str(self.folder.path))}", file=out)
+            return
         with self._progress as progress:
             progress("drawing")
             files = draw_figures(self.folder, None)
@@ -164,23 +222,28 @@ class Session:
             return "interrupted before anything was measured"
         if self.folder.is_compacted:
             return f"interrupted; all is measured, in {self.folder.path}"
-        model = ""
-        if is_local(self.folder.manifest):
-            model = f" --model {shlex.quote(self.experiment.options.model)}"
+        files = [
+            f" {flag(field)} {shlex.quote(str(getattr(self.experiment.options, field)))}"
+            for field in unkept_files(self.folder.manifest)
+        ]
         total = len(self.experiment.cells) * self.experiment.options.repeats
         return (
             f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk."
-            f" To go on: roseinfer-bench sweep --resume {shlex.quote(str(self.folder.path))}{model}"
+            f" To go on: roseinfer-bench sweep --resume {shlex.quote(str(self.folder.path))}{''.join(files)}"
         )
 
 
-def is_local(manifest: dict[str, Any]) -> bool:
-    """The model was a folder or file, whose place a run does not keep."""
-    return manifest["model"]["source"] in (SourceKind.FOLDER, SourceKind.GGUF)
+def unkept_files(manifest: dict[str, Any]) -> list[str]:
+    """Fields that named a file or folder, whose place a run does not keep: who goes on with it names it again."""
+    configuration = manifest["configuration"]
+    files = [field for field in FILE_FLAGS if configuration.get(flag(field).removeprefix("--")) is not None]
+    if manifest["model"]["source"] in (SourceKind.FOLDER, SourceKind.GGUF):
+        files.append("model")
+    return files
 
 
-def draw_figures(folder: RunFolder, output_dir: Path | None) -> list[Path]:
-    """Draws a run's figures into `output_dir`, by default its own figures/."""
+def draw_figures(folder: RunFolder, output_dir: Path | None, *, explain: bool = True) -> list[Path]:
+    """Draws a run's figures into `output_dir`, by default its own figures/; with `explain` the p99's parts too."""
     from roseinfer.bench.figure_style import Caption
     from roseinfer.bench.plots import draw_all
 
@@ -193,4 +256,5 @@ def draw_figures(folder: RunFolder, output_dir: Path | None) -> list[Path]:
         run_id=folder.run_id,
     )
     place = folder.path / "figures" if output_dir is None else output_dir
-    return draw_all(requests, sweep.summary_of(folder), caption, place)
+    steps = folder.read_steps() if explain else None
+    return draw_all(requests, sweep.summary_of(folder), caption, place, steps=steps)

@@ -148,46 +148,6 @@ def cluster_bootstrap(
     return Interval(lo, point, hi)
 
 
-def ratio_interval(a: ArrayLike, b: ArrayLike, level: float = 0.95) -> Interval:
-    """The typical ratio a / b over paired blocks (each float64[blocks]), with the exact signed-rank interval.
-
-    Hodges-Lehmann on the logs: the median of the Walsh averages of log(a / b), and the order statistics of
-    those averages at which the signed-rank test would just not reject (Hollander & Wolfe, chapter 3).
-    Blocks with a NaN on either side are left out. Unbounded when the pairs cannot carry the level (fewer
-    than 6 at 95 %); NaN and unbounded when a value is not positive: it has no ratio. Raises InputError when
-    the sides differ in length.
-    """
-    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    if left.shape != right.shape:
-        raise InputError("pairs", f"{left.size} and {right.size}", "both sides need the same blocks")
-    paired = ~(np.isnan(left) | np.isnan(right))
-    left, right = left[paired], right[paired]
-    n = left.size
-    if n == 0 or left.min() <= 0 or right.min() <= 0:
-        return Interval(-math.inf, math.nan, math.inf)
-    logs = np.log(left) - np.log(right)
-    i, j = np.triu_indices(n)
-    walsh = np.sort((logs[i] + logs[j]) / 2)
-    point = math.exp(float(np.median(walsh)))
-    tail = float((1 - _exact(level)) / 2) * _TIE
-    cut = int(np.count_nonzero(np.cumsum(_signed_rank_pmf(n)) <= tail))
-    if cut == 0:
-        return Interval(-math.inf, point, math.inf)
-    return Interval(math.exp(float(walsh[cut - 1])), point, math.exp(float(walsh[-cut])))
-
-
-def _signed_rank_pmf(n: int) -> NDArray[np.float64]:
-    """P(T = t) of the signed-rank statistic of n values without ties: float64[n (n + 1) / 2 + 1].
-
-    Each rank is in the sum or not, with even chances, so a rank r averages the distribution with itself
-    shifted by r.
-    """
-    pmf = np.ones(1)
-    for rank in range(1, n + 1):
-        pmf = (np.pad(pmf, (0, rank)) + np.pad(pmf, (rank, 0))) / 2
-    return pmf
-
-
 def _ordered(values: ArrayLike) -> NDArray[np.float64]:
     flat = np.asarray(values, dtype=np.float64).ravel()
     return np.sort(flat[~np.isnan(flat)])

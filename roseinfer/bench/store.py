@@ -11,6 +11,7 @@ that is killed at any moment is whole, but for the cell that was running.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roseinfer.bench.records import REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA
+from roseinfer.bench.records import REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA, as_frame
 from roseinfer.errors import InputError, InvariantError, RunError
 
 CellKey = tuple[str, int]
@@ -128,6 +129,25 @@ class RunFolder:
                 else:
                     leftover.unlink()
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """In its `with` no other process may claim this run. Raises InputError("--resume", ...) where one does.
+
+        The lock is on the folder itself and ends with the process, however that ends.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise InputError("--resume", str(self.path), "another process is measuring it") from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
     @property
     def run_id(self) -> str:
         return str(self._run["run_id"])
@@ -203,7 +223,7 @@ class RunFolder:
                 return
             cells = self._cell_folders()
             for name, schema in _SCHEMAS.items():
-                tables = (_read_parquet(cell / name) for cell in cells)
+                tables = (_conformed(_read_parquet(cell / name), schema) for cell in cells)
                 _write_parquet(self.path / name, schema.with_metadata(_METADATA), tables)
             facts = [
                 {"cell_id": cell_id, "repeat": repeat, "facts": facts}
@@ -253,9 +273,8 @@ class RunFolder:
             files = (
                 [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
             )
-            tables = [_SCHEMAS[name].empty_table(), *map(_read_parquet, files)]
-            rows: pd.DataFrame = pa.concat_tables(tables).to_pandas()
-            return rows
+            tables = [_conformed(_read_parquet(file), _SCHEMAS[name]) for file in files]
+            return as_frame(pa.concat_tables([_SCHEMAS[name].empty_table(), *tables]))
 
     def _rewrite(self, changes: Mapping[str, object]) -> None:
         run = {**self._run, **changes}
@@ -394,6 +413,17 @@ def _write_parquet(path: Path, schema: Any, tables: Iterable[Any]) -> None:
 def _read_parquet(path: Path) -> Any:
     with pq.ParquetFile(path) as file:
         return file.read()
+
+
+def _conformed(table: Any, schema: Any) -> Any:
+    """`table` with the columns of `schema`: null where an older version of the tool did not know them yet."""
+    columns = [
+        table[field.name].cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _remove_if_empty(folder: Path) -> None:

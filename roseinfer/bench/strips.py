@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import matplotlib
 import numpy as np
@@ -16,9 +17,7 @@ from roseinfer.bench.figure_style import (
     STYLE,
     Caption,
     dress,
-    label_cells,
     limit_styles,
-    limits_of,
     p99_text,
     panel_grid,
     repeats_text,
@@ -26,8 +25,12 @@ from roseinfer.bench.figure_style import (
     share_text,
     span_text,
 )
+from roseinfer.bench.labels import label_cells, limits_of
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.stats import percentile
+
+
+_TICK_CHARS: Final = 22
 
 
 def points_data(summary: pd.DataFrame) -> pd.DataFrame:
@@ -175,4 +178,5 @@ def _tick_text(limit: str, cell: pd.DataFrame, under_p99: bool) -> str:
             lines += [f"repeat: {p99_text(served)}", f"pooled: {p99_text(pooled['n_ttft'])}"]
     if not pooled["valid"].all():
         lines.append("INVALID")
-    return "\n".join(lines)
+    # Wider, the labels of two limits would run into each other.
+    return "\n".join(line if len(line) <= _TICK_CHARS else line.replace(" (", "\n(") for line in lines)

@@ -2,22 +2,30 @@
 
 Percentiles are nearest rank (`stats.PERCENTILE_METHOD`) over raw rows: those of a pooled row are taken from
 all requests of all repeats, never from the percentiles of the repeats. Latencies count completed requests
-only, `reject` the refusals at submission, `add_request` the admitted; `itl` pools the gaps between tokens.
+only, `reject` the refusals at submission, `add_request` the admitted, `time_to_error` and `time_to_timeout` what
+ended so; `itl` pools the gaps between tokens, `chunk_gap` those between deliveries, `largest_itl` takes the largest
+gap between tokens of each request. Of an open loop
+without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
 An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from roseinfer.bench.records import FACTORS, REQUEST_SCHEMA, Outcome, derive, token_gaps_s
+from roseinfer.bench.goals import Goal, met
+from roseinfer.bench.load import CLOSED
+from roseinfer.bench.ratios import fewest_repeats, repeats_needed
+from roseinfer.bench.records import FACTOR_NAMES, FACTORS, REQUEST_SCHEMA, Outcome, derive, gaps_s
 from roseinfer.bench.stats import cluster_bootstrap, median_interval, percentile, percentiles
+from roseinfer.bench.steady_state import WarmUp, recoveries_s, warm_up
 from roseinfer.bench.validity import DEFAULT_MAX_ERROR_SHARE, CellFacts, check_cell
 from roseinfer.errors import RunError
 
@@ -27,11 +35,13 @@ COMPLETED_METRICS: Final = (
     "ttft_from_send",
     "tpot",
     "itl",
+    "largest_itl",
+    "chunk_gap",
     "e2el",
     "prefill",
     "tokenize",
 )
-METRICS: Final = (*COMPLETED_METRICS, "add_request", "reject")
+METRICS: Final = (*COMPLETED_METRICS, "add_request", "reject", "time_to_error", "time_to_timeout")
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
 """Those whose p99 gets intervals in the pooled rows."""
 
@@ -52,11 +62,20 @@ SUMMARY_SCHEMA: Final = pa.schema(
         ("admitted", pa.int64()),  # got a slot
         *[(str(outcome), pa.int64()) for outcome in Outcome],
         ("reject_rate", pa.float64()),  # rejected / offered
+        ("error_rate", pa.float64()),  # (error + timeout + incomplete) / offered
+        ("good", pa.int64()),  # served within every goal; null without goals, as the next two
+        ("good_share", pa.float64()),  # good / offered
+        ("request_goodput", pa.float64()),  # good / duration_s
         ("duration_s", pa.float64()),  # first send to last token received; pooled: the sum over repeats
         ("request_throughput", pa.float64()),  # completed requests / duration_s
         ("output_throughput", pa.float64()),  # output tokens of completed requests / duration_s
         ("peak_inflight", pa.int64()),
         ("mean_inflight", pa.float64()),  # over duration_s
+        ("warmup_cut", pa.int64()),  # completed requests that MSER-5 cut; open loop without bursts, else null
+        ("steady", pa.bool_()),  # MSER-5 found a steady part (pooled: in every repeat)
+        ("recovery_s", pa.float64()),  # median over bursts on background load, `steady_state.recoveries_s`
+        ("p99_ttft_after_start_ms", pa.float64()),  # closed loop, without the first request of every user
+        ("repeats_needed", pa.int64()),  # pooled rows: on each side, to compare p99 TTFT
         *[
             field
             for metric in METRICS
@@ -78,12 +97,22 @@ Samples = Mapping[str, NDArray[np.float64]]
 """The measured values of each metric, in seconds."""
 
 
+class _Repeat(NamedTuple):
+    """What the pooled row needs of one cell and repeat: its row, and what must be pooled raw."""
+
+    row: dict[str, Any]
+    samples: Samples
+    recoveries_s: NDArray[np.float64]
+    ttft_after_start_s: NDArray[np.float64]
+
+
 def summarise(
     requests: pd.DataFrame,
     facts: Mapping[tuple[str, int], CellFacts],
     *,
     seed: int = 0,
     max_error_share: float = DEFAULT_MAX_ERROR_SHARE,
+    goals: Sequence[Goal] = (),
 ) -> pd.DataFrame:
     """The summary of `requests` (REQUEST_SCHEMA), cells in order of appearance, as SUMMARY_SCHEMA columns.
 
@@ -93,19 +122,21 @@ def summarise(
     order-statistic interval: two different questions about the tail. Both are bounds at 95 %.
     Raises RunError when the cells of `requests` and of `facts` differ.
     """
-    found = {(str(cell), int(repeat)) for cell, repeat in _keys(requests)}
+    rows: list[dict[str, Any]] = []
+    found = set()
+    for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
+        cell = derive(_rows_at(requests, places))
+        repeats = []
+        places_of: Mapping[Any, Any] = cell.groupby("repeat").indices
+        for repeat in sorted(places_of):
+            key = (str(cell_id), int(repeat))
+            found.add(key)
+            if key in facts:
+                repeats.append(_repeat(_rows_at(cell, places_of[repeat]), facts[key], max_error_share, goals))
+        rows += [*[one.row for one in repeats], _pooled_row(repeats, seed)] if repeats else []
     if found != set(facts):
         differing = ", ".join(f"{cell} repeat {repeat}" for cell, repeat in sorted(found ^ set(facts)))
         raise RunError(f"rows and facts are not of the same cells: {differing}")
-    rows: list[dict[str, Any]] = []
-    for _, cell in requests.groupby("cell_id", sort=False):
-        repeats = []
-        samples = []
-        for _, measured in derive(cell).groupby("repeat", sort=True):
-            row, sample = _repeat_row(measured, facts, max_error_share)
-            repeats.append(row)
-            samples.append(sample)
-        rows += [*repeats, _pooled_row(repeats, samples, seed)]
     return _frame(rows)
 
 
@@ -121,20 +152,55 @@ def pooled(summary: pd.DataFrame) -> pd.DataFrame:
     return summary.loc[summary["repeat"].isna()]
 
 
+def samples_of(derived: pd.DataFrame) -> Samples:
+    """What the latencies of one cell and repeat (rows of `records.derive`) are taken from."""
+    completed = (derived["outcome"] == Outcome.COMPLETED).to_numpy(dtype=bool)
+    cut = warm_up(derived)
+    return _samples(derived, completed, np.ones(len(derived), dtype=bool) if cut is None else cut[1])
+
+
 def limit_label(max_inflight: float | None) -> str:
     """What tables and figures call a limit: "64", or "no limit" for null."""
     return "no limit" if max_inflight is None or pd.isna(max_inflight) else str(int(max_inflight))
 
 
-def _repeat_row(
-    derived: pd.DataFrame, facts: Mapping[tuple[str, int], CellFacts], max_error_share: float
-) -> tuple[dict[str, Any], Samples]:
+def _rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
+    """These rows of `frame`; without a copy where they lie together, as those of a file do."""
+    first, last = int(places[0]), int(places[-1])
+    return frame.iloc[first : last + 1] if last - first + 1 == len(places) else frame.iloc[places]
+
+
+def factor_text(factor: str, value: float) -> str:
+    """A factor other than the limit in the words of the tables: "prompt tokens 32", "requests/s 2.5"."""
+    return f"{FACTOR_NAMES[factor]} {int(value) if value == int(value) else f'{value:g}'}"
+
+
+def _repeats_needed(p99s: Sequence[float]) -> int | None:
+    """How many repeats a question about this p99 needs: each side of a comparison with another such cell.
+
+    None where fewer than 2 repeats, or a p99 of 0, say nothing of how repeats differ.
+    """
+    measured = [p99 for p99 in p99s if not math.isnan(p99)]
+    if len(measured) < 2 or min(measured) <= 0:
+        return None
+    return max(fewest_repeats(0.95, paired=True), repeats_needed(measured, measured, paired=False))
+
+
+def _repeat(
+    derived: pd.DataFrame, known: CellFacts, max_error_share: float, goals: Sequence[Goal]
+) -> _Repeat:
     first = derived.iloc[0]
-    known = facts[str(first["cell_id"]), int(first["repeat"])]
     reasons = check_cell(derived, known, max_error_share=max_error_share)
     count = derived["outcome"].value_counts()
-    output_tokens = derived.loc[derived["outcome"] == Outcome.COMPLETED, "output_tokens"]
+    completed = (derived["outcome"] == Outcome.COMPLETED).to_numpy(dtype=bool)
     duration_s = float(derived["received_last_s"].max() - derived["sent_s"].min())
+    cut = warm_up(derived)
+    warmup, kept = cut or (None, np.ones(len(derived), dtype=bool))
+    recoveries = recoveries_s(derived)
+    after_start_s = np.empty(0)
+    if first["arrival"] == CLOSED and known.max_concurrency is not None:
+        later = completed & (derived["request_index"] >= known.max_concurrency).to_numpy(dtype=bool)
+        after_start_s = _measured(derived, "ttft", later)
     row = {
         **{name: first[name] for name in _IDENTITY},
         "started_utc": known.started_utc,
@@ -143,16 +209,21 @@ def _repeat_row(
         "offered": known.offered,
         "admitted": int(derived["reserved_s"].notna().sum()),
         **{str(outcome): int(count.get(str(outcome), 0)) for outcome in Outcome},
+        "good": int(np.count_nonzero(met(derived, goals))) if goals else None,
         "duration_s": duration_s if duration_s > 0 else np.nan,
         "peak_inflight": known.peak_inflight,
         "inflight_integral_s": known.inflight_integral_s,
-        "tokens_out": float(output_tokens.sum()),
+        "tokens_out": float(np.nansum(derived["output_tokens"].to_numpy(dtype=np.float64)[completed])),
+        **_steadiness([warmup] if warmup is not None and completed.any() else []),
     }
-    samples = _samples(derived)
-    return {**row, **_rates(row), **_latencies(samples)}, samples
+    samples = _samples(derived, completed, kept)
+    row |= {**_rates(row), **_latencies(samples), **_pooled_raw(recoveries, after_start_s)}
+    return _Repeat(row, samples, recoveries, after_start_s)
 
 
-def _pooled_row(rows: Sequence[dict[str, Any]], samples: Sequence[Samples], seed: int) -> dict[str, Any]:
+def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
+    rows = [repeat.row for repeat in repeats]
+    samples = [repeat.samples for repeat in repeats]
     together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
     summed = (
         "offered",
@@ -161,6 +232,7 @@ def _pooled_row(rows: Sequence[dict[str, Any]], samples: Sequence[Samples], seed
         "inflight_integral_s",
         "tokens_out",
     )
+    warm_ups = [WarmUp(row["warmup_cut"], row["steady"]) for row in rows if row["steady"] is not None]
     row = {
         **{name: rows[0][name] for name in _IDENTITY},
         "repeat": None,
@@ -172,33 +244,68 @@ def _pooled_row(rows: Sequence[dict[str, Any]], samples: Sequence[Samples], seed
         )
         or None,
         **{name: sum(row[name] for row in rows) for name in summed},
+        "good": None if rows[0]["good"] is None else sum(row["good"] for row in rows),
         # Each repeat has a clock of its own. One in which nothing was received has no duration.
         "duration_s": float(np.nansum([row["duration_s"] for row in rows])) or np.nan,
         "peak_inflight": max(row["peak_inflight"] for row in rows),
+        **_steadiness(warm_ups),
+        "repeats_needed": _repeats_needed([row["p99_ttft_ms"] for row in rows]),
     }
-    return {**row, **_rates(row), **_latencies(together), **_intervals(samples, seed)}
+    raw = _pooled_raw(
+        np.concatenate([repeat.recoveries_s for repeat in repeats]),
+        np.concatenate([repeat.ttft_after_start_s for repeat in repeats]),
+    )
+    return {**row, **raw, **_rates(row), **_latencies(together), **_intervals(samples, seed)}
 
 
 def _rates(row: Mapping[str, Any]) -> dict[str, float]:
     """Nothing completed is no throughput: null, not 0."""
     duration_s = row["duration_s"] if row["completed"] else np.nan
+    offered = row["offered"] or np.nan
+    good = np.nan if row["good"] is None else row["good"]
     return {
-        "reject_rate": row["rejected"] / row["offered"] if row["offered"] else np.nan,
+        "reject_rate": row["rejected"] / offered,
+        "error_rate": (row["error"] + row["timeout"] + row["incomplete"]) / offered,
+        "good_share": good / offered,
+        "request_goodput": good / duration_s,
         "request_throughput": row["completed"] / duration_s,
         "output_throughput": row["tokens_out"] / duration_s,
         "mean_inflight": row["inflight_integral_s"] / row["duration_s"],
     }
 
 
-def _samples(derived: pd.DataFrame) -> Samples:
-    completed = derived.loc[derived["outcome"] == Outcome.COMPLETED]
-    frames = dict.fromkeys(COMPLETED_METRICS, completed) | {"add_request": derived, "reject": derived}
+def _steadiness(warm_ups: Sequence[WarmUp]) -> dict[str, Any]:
+    if not warm_ups:
+        return {"warmup_cut": None, "steady": None}
     return {
-        metric: token_gaps_s(frame["token_times_s"])
-        if metric == "itl"
-        else frame[f"{metric}_s"].dropna().to_numpy(dtype=np.float64)
-        for metric, frame in frames.items()
+        "warmup_cut": sum(one.cut for one in warm_ups),
+        "steady": all(one.steady for one in warm_ups),
     }
+
+
+def _pooled_raw(recoveries: NDArray[np.float64], after_start_s: NDArray[np.float64]) -> dict[str, float]:
+    """More than half of the bursts that were never over have no recovery time: null."""
+    recovery_s = percentile(recoveries, 50)
+    return {
+        "recovery_s": recovery_s if math.isfinite(recovery_s) else np.nan,
+        "p99_ttft_after_start_ms": 1e3 * percentile(after_start_s, 99),
+    }
+
+
+def _samples(derived: pd.DataFrame, completed: NDArray[np.bool_], kept: NDArray[np.bool_]) -> Samples:
+    done = completed & kept
+    pooled_gaps = {"itl": "token_times_s", "chunk_gap": "chunk_times_s"}
+    return {
+        metric: gaps_s(derived[pooled_gaps[metric]][done])
+        if metric in pooled_gaps
+        else _measured(derived, metric, done if metric in COMPLETED_METRICS else kept)
+        for metric in METRICS
+    }
+
+
+def _measured(derived: pd.DataFrame, metric: str, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = derived[f"{metric}_s"].to_numpy(dtype=np.float64)[rows]
+    return values[~np.isnan(values)]
 
 
 def _latencies(samples: Samples) -> dict[str, float]:
@@ -230,11 +337,6 @@ def _intervals(samples: Sequence[Samples], seed: int) -> dict[str, float]:
             f"median_p99_{metric}_ms_hi": typical.hi,
         }
     return figures
-
-
-def _keys(requests: pd.DataFrame) -> list[tuple[Any, Any]]:
-    unique = requests[["cell_id", "repeat"]].drop_duplicates()
-    return list(unique.itertuples(index=False, name=None))
 
 
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Cell, Experiment
+from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.rows import CellResult
 from roseinfer.bench.stats import PERCENTILE_METHOD
 from roseinfer.bench.store import RunFolder
-from roseinfer.bench.summary import sort_cells, summarise
-from roseinfer.bench.target import InProcessTarget
+from roseinfer.bench.summary import SUMMARY_SCHEMA, sort_cells, summarise
 from roseinfer.bench.validity import CellFacts
-from roseinfer.bench.workload import WARM_UP, WorkloadSource, workload_sha256
-from roseinfer.executor import Engine
-from roseinfer.model_source import check_model_source
+from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
 
-if TYPE_CHECKING:
-    from roseinfer.engine import EngineDescription
+
+class Target(Protocol):
+    """What is measured: an engine in this process, or a simulated one."""
+
+    def run(self, cell: Cell, workload: Workload) -> CellResult:
+        """One cell and repeat."""
+        ...
 
 
 class Progress(Protocol):
@@ -44,43 +48,62 @@ def order(experiment: Experiment) -> list[list[Cell]]:
 
 
 def manifest(
-    experiment: Experiment, description: EngineDescription, workload: pd.DataFrame, command: str
+    experiment: Experiment,
+    model: Mapping[str, Any],
+    workload: pd.DataFrame,
+    workload_notes: Sequence[str],
+    command: str,
 ) -> dict[str, Any]:
-    """What run.json says about a run before it starts."""
-    kind = check_model_source(experiment.options.model).kind
+    """What run.json says about a run before it starts. `model` describes what computes."""
     return {
         "command": command,
+        "target": experiment.options.target,
         "configuration": experiment.configuration(),
         "seed": experiment.options.seed,
         "slos": list(experiment.slos),
+        "goodput": list(experiment.goals),
         "metadata": dict(experiment.metadata),
-        "model": {**asdict(description), "model": experiment.model_name, "source": str(kind)},
+        "model": dict(model),
         "workload_sha256": workload_sha256(workload),
+        "workload_notes": list(workload_notes),
         "order": [[cell.cell_id for cell in block] for block in order(experiment)],
         "environment": describe_environment(),
         "percentile_method": PERCENTILE_METHOD,
     }
 
 
-def warm_up(experiment: Experiment, engine: Engine, source: WorkloadSource, progress: Progress) -> None:
+def warm_up(experiment: Experiment, target: Target, source: WorkloadSource, progress: Progress) -> None:
     """Unrecorded bursts with prompts of their own: first-time costs fall here.
 
-    Their limit is what runs at a time, so that every batch size that the measurement can meet is met here.
+    Their limit is what runs at a time, so that every batch size that the measurement can meet is met here, and they
+    are twice as large, so that refusals are met too. However long the measurement is, they are no longer than that.
     """
     options = experiment.options
-    target = InProcessTarget(engine, experiment)
     limit = min(options.max_batch_size, options.max_active_requests or options.max_batch_size)
+    size = min(2 * limit, experiment.load.max_concurrency or 2 * limit)
     for run in range(options.warmup_runs):
         progress(f"warm-up {run + 1}/{options.warmup_runs}")
         for shape in dict.fromkeys(cell.shape for cell in experiment.cells):
-            target.run(shape._replace(max_inflight=limit), source.draw(shape, WARM_UP + run))
+            burst = _first_at_once(source.draw(shape, WARM_UP + run), size)
+            target.run(shape._replace(max_inflight=limit), burst)
+
+
+def _first_at_once(workload: Workload, most: int) -> Workload:
+    n = min(most, len(workload.prompt_tokens))
+    return Workload(
+        scheduled_s=np.zeros(n),
+        prompts=[workload.prompts[index] for index in range(n)],
+        prompt_tokens=workload.prompt_tokens[:n],
+        output_tokens=workload.output_tokens[:n],
+        prompt_seed=workload.prompt_seed,
+        arrival="burst",
+    )
 
 
 def measure(
-    experiment: Experiment, engine: Engine, source: WorkloadSource, folder: RunFolder, progress: Progress
+    experiment: Experiment, target: Target, source: WorkloadSource, folder: RunFolder, progress: Progress
 ) -> None:
     """Measures what is not on disk yet. Interrupted at any moment, it loses at most the running cell."""
-    target = InProcessTarget(engine, experiment)
     finished = folder.finished_cells()
     blocks = order(experiment)
     total = sum(map(len, blocks))
@@ -106,9 +129,9 @@ def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary_of(folder: RunFolder) -> pd.DataFrame:
-    """The summary of a run, or of what is finished of it."""
+    """The summary of a run, or of what is finished of it. One with other columns than ours is made anew."""
     saved = folder.read_summary()
-    if saved is not None:
+    if saved is not None and list(saved.columns) == SUMMARY_SCHEMA.names:
         return saved
     names = CellFacts.__dataclass_fields__
     facts = {
@@ -122,5 +145,6 @@ def summary_of(folder: RunFolder) -> pd.DataFrame:
             facts,
             seed=int(manifest["seed"]),
             max_error_share=float(manifest["configuration"]["max-error-share"]),
+            goals=[parse_goal(text) for text in manifest.get("goodput", ())],
         )
     )

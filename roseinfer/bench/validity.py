@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from roseinfer.bench.records import Outcome, derive
-from roseinfer.bench.stats import percentile
+from roseinfer.bench.load import CLOSED
+from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing
+from roseinfer.bench.records import Outcome
 
 DEFAULT_MAX_ERROR_SHARE: Final = 0.01
 
@@ -43,19 +44,9 @@ STAGES: Final = (
 `admitted_s` is outside the long chain: with tokenise workers add_request returns before its text is encoded.
 """
 
-# Stamps are differences from the cell's zero, and the schedule is arithmetic: equal moments may differ by
-# rounding (a clock that counts a year of uptime resolves 4 ns).
-_ROUNDING_S: Final = 1e-6
-
 # Admission reads the clock inside its lock, the record outside of it.
 _INTEGRAL_RELATIVE: Final = 1e-6
 _INTEGRAL_S_PER_ATTEMPT: Final = 50e-6
-
-_BURST_SPREAD_S: Final = 5e-3
-_BURST_SPREAD_S_PER_REQUEST: Final = 150e-6
-_SEND_LAG_S: Final = 2e-3
-_SEND_LAG_SHARE_OF_TTFT: Final = 0.05
-_SENT_SPAN_SHARE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +56,8 @@ class CellFacts:
     `offered` is the number of requests of the workload. The in-flight figures are admission's own: the
     highest count, the count when the first request was sent, and the integral over time in
     request-seconds. `limit` is None for no limit; `started_utc` is the cell's time zero in ISO 8601.
+    `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
+    `peak_outstanding` the most that it counted.
     """
 
     offered: int
@@ -73,6 +66,8 @@ class CellFacts:
     inflight_integral_s: float
     inflight_at_start: int
     started_utc: str
+    max_concurrency: int | None = None
+    peak_outstanding: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -80,7 +75,10 @@ class CellFacts:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> CellFacts:
-        """The facts that `to_json` wrote. Raises TypeError on a missing or unknown field."""
+        """The facts that `to_json` wrote, now or before it knew of the client's bound.
+
+        Raises TypeError on a missing or unknown field.
+        """
         return cls(**fields)
 
 
@@ -92,22 +90,11 @@ def check_cell(
         *_rows(requests, facts),
         *_inflight(requests, facts),
         *_stages(requests),
-        *_pacing(requests),
+        *check_pacing(requests),
+        *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
-        *_burst_law(requests, facts),
+        *([] if facts.inflight_at_start else check_burst_law(requests, facts.limit)),
     ]
-
-
-def slots_freed_during_burst(requests: pd.DataFrame) -> int | None:
-    """How many slots came free before the last request of a burst had asked for one.
-
-    None where that question has no meaning: arrivals that are no burst, or nothing that asked for a slot.
-    Only where it is 0 does the number of refusals follow from the limit alone.
-    """
-    asked = requests[["reserved_s", "rejected_s"]].max(axis=1)
-    if not _is_burst(requests) or asked.isna().all():
-        return None
-    return int((requests["released_s"] <= asked.max()).sum())
 
 
 def _rows(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
@@ -168,7 +155,7 @@ def _stages(requests: pd.DataFrame) -> list[str]:
         stamps = np.column_stack([measured[name] for name in names])
         latest = np.fmax.accumulate(stamps, axis=1)
         for place in range(1, len(names)):
-            early = np.flatnonzero(stamps[:, place] < latest[:, place - 1] - _ROUNDING_S)
+            early = np.flatnonzero(stamps[:, place] < latest[:, place - 1] - ROUNDING_S)
             if early.size:
                 before = names[int(np.nanargmax(stamps[early[0], :place]))]
                 found.append(
@@ -178,43 +165,20 @@ def _stages(requests: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(found))  # chains share stamps
 
 
-def _pacing(requests: pd.DataFrame) -> list[str]:
-    """The load was offered as it was drawn."""
-    sent = requests.loc[requests["sent_s"].notna()]
-    return _burst_spread(sent) if _is_burst(requests) else _schedule_kept(sent)
-
-
-def _burst_spread(sent: pd.DataFrame) -> list[str]:
-    found = []
-    for scheduled_s, sent_s in sent.groupby("scheduled_s")["sent_s"]:
-        spread_s = float(sent_s.max() - sent_s.min())
-        allowed_s = max(_BURST_SPREAD_S, _BURST_SPREAD_S_PER_REQUEST * len(sent_s))
-        if spread_s > allowed_s:
-            found.append(
-                f"the burst of {len(sent_s)} due at {scheduled_s:.3f} s took {_ms(spread_s)} to send,"
-                f" more than {_ms(allowed_s)}"
-            )
-    return found
-
-
-def _schedule_kept(sent: pd.DataFrame) -> list[str]:
-    found = []
-    derived = derive(sent)
-    lag_s = percentile(derived["send_lag_s"], 99)
-    ttft_s = percentile(derived["ttft_s"], 99)
-    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * ttft_s))
-    if lag_s > allowed_s:
-        found.append(f"p99 send lag {_ms(lag_s)}, more than {_ms(allowed_s)}: the sender fell behind")
-
-    capped = bool((derived["cap_wait_s"] > _ROUNDING_S).any())
-    drawn_s = float(sent["scheduled_s"].max() - sent["scheduled_s"].min())
-    sent_s = float(sent["sent_s"].max() - sent["sent_s"].min())
-    # A lag that the rule above accepts is no difference: in a short run it would be over 1 %.
-    if not capped and abs(sent_s - drawn_s) > max(_SEND_LAG_S, _SENT_SPAN_SHARE * drawn_s):
-        found.append(
-            f"requests were sent over {_ms(sent_s)}, the schedule spans {_ms(drawn_s)}: more than 1 % apart"
-        )
-    return found
+def _outstanding(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
+    """The client's own bound: never exceeded, and reached by a closed loop that could."""
+    most, peak = facts.max_concurrency, facts.peak_outstanding
+    if most is None or peak is None:
+        return []
+    if peak > most:
+        return [f"{peak} requests were outstanding at once, the client's own limit is {most}"]
+    # A refused user does not wait for an answer: with a limit below its users a loop cannot be full.
+    is_free = not (requests["outcome"] == Outcome.REJECTED).any()
+    if (requests["arrival"] == CLOSED).any() and peak < min(most, facts.offered) and is_free:
+        return [
+            f"at most {peak} requests were outstanding at once, a closed loop of {most} users was asked for"
+        ]
+    return []
 
 
 def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) -> list[str]:
@@ -223,24 +187,9 @@ def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) 
     if errors + incomplete <= max_error_share * facts.offered:
         return []
     counts = f"{errors} of {facts.offered} requests ended in error and {incomplete} stayed incomplete"
-    return [f"{counts}, more than {100 * max_error_share:g} % together"]
-
-
-def _burst_law(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
-    """A burst of B on an idle server, with no slot freed meanwhile, is refused max(0, B - M) times."""
-    if facts.inflight_at_start != 0 or slots_freed_during_burst(requests) != 0:
-        return []
-    rejects = int(requests["rejected_s"].notna().sum())
-    burst = rejects + int(requests["reserved_s"].notna().sum())
-    expected = 0 if facts.limit is None else max(0, burst - facts.limit)
-    if rejects == expected:
-        return []
-    limit = "no limit" if facts.limit is None else f"limit {facts.limit}"
-    return [f"a burst of {burst} met {limit}: {expected} refusals were due, {rejects} were counted"]
-
-
-def _is_burst(requests: pd.DataFrame) -> bool:
-    return bool((requests["arrival"] == "burst").all())
+    unsent = requests.loc[requests["sent_s"].isna(), "error"].dropna()
+    why = f" ({len(unsent)} {unsent.iloc[0]})" if len(unsent) else ""
+    return [f"{counts}{why}, more than {100 * max_error_share:g} % together"]
 
 
 def _count(n: int, noun: str) -> str:
@@ -252,7 +201,3 @@ def _which(request_indexes: Iterable[int] | NDArray[np.int64]) -> str:
     indexes = [str(int(index)) for index in request_indexes]
     more = f" and {len(indexes) - 3} more" if len(indexes) > 3 else ""
     return f" (request_index {', '.join(indexes[:3])}{more})"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"

@@ -6,14 +6,21 @@ It depends on the seed, the repeat and the cell's shape, never on the limit: all
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from roseinfer.bench.arrivals import arrival_times
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.prompts import PromptMaker, PromptTokenizer
+from roseinfer.bench.fit import check_fits, most_tokens
+from roseinfer.bench.lengths import asked_lengths, cut_to_fit, vary
+from roseinfer.bench.load import CLOSED_LOOP_MOST
+from roseinfer.bench.prompts import PromptMaker, Prompts, PromptTokenizer
+from roseinfer.bench.replay import Requests
+from roseinfer.bench.seeds import prompt_seed
 from roseinfer.manager import Prompt
 
 WARM_UP = 1 << 31
@@ -21,56 +28,76 @@ WARM_UP = 1 << 31
 
 
 class Workload(NamedTuple):
-    """`scheduled_s` float64[n], zero at the first arrival; `prompts` text[n] or token ids[n]."""
+    """n requests in the order of their arrival; all arrays have n rows.
 
-    scheduled_s: NDArray[np.float64]
-    prompts: list[Prompt]
+    `scheduled_s` is zero at the first arrival, or None: a closed loop, which sends as many of them as it gets to.
+    `prompts` are texts or token ids, made when they are asked for; there are none without a tokenizer.
+    """
+
+    scheduled_s: NDArray[np.float64] | None
+    prompts: Sequence[Prompt]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     prompt_seed: int
+    arrival: str
 
 
 class WorkloadSource:
-    """Draws the workloads of an experiment. Raises InputError for prompts that cannot be made, or never served."""
+    """Draws the workloads of an experiment. Raises InputError for prompts that cannot be made, or never served.
+
+    Without a tokenizer there are lengths, but no prompts. `notes` are sentences on what was played and how.
+    """
+
+    notes: list[str]
 
     def __init__(
-        self, experiment: Experiment, tokenizer: PromptTokenizer, *, vocab_size: int, max_model_len: int
+        self,
+        experiment: Experiment,
+        tokenizer: PromptTokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
     ) -> None:
         options = experiment.options
         self._experiment = experiment
-        self._tokenizer = tokenizer
+        self._encode = None if tokenizer is None else tokenizer.encode
         self._given = None if options.prompt is None else options.prompt * options.prompt_repeats
-        self._given_ids = [] if self._given is None else tokenizer.encode(self._given)
-        experiment.check_fits(max_model_len, given_tokens=len(self._given_ids))
-        self._maker = PromptMaker(tokenizer, vocab_size) if self._given is None else None
+        self._given_tokens = 0
+        self._replay = experiment.replay
+        if tokenizer is not None:
+            if self._given is not None:
+                self._given_tokens = len(tokenizer.encode(self._given))
+            if self._replay is not None:
+                self._replay = self._replay.counted(tokenizer)
+        has_texts = self._given is not None or (self._replay is not None and self._replay.has_texts)
+        self._maker = None if tokenizer is None or has_texts else PromptMaker(tokenizer, vocab_size)
+        special_tokens = 0 if self._maker is None else self._maker.special_tokens
+        self._least_prompt_tokens = max(experiment.load.prefix_tokens, special_tokens) + 1
+        self._most_tokens = most_tokens(experiment, max_model_len)
+        check_fits(
+            experiment,
+            max_model_len,
+            given_tokens=self._given_tokens or None,
+            special_tokens=special_tokens,
+            replay=self._replay,
+        )
+        self.notes = [] if experiment.trace is None else experiment.trace.told(experiment.load)
 
     def draw(self, cell: Cell, repeat: int) -> Workload:
-        """The requests of a cell's shape in one repeat."""
-        n = self._experiment.offered(cell)
-        pretok = self._experiment.options.pretok
-        prompt_seed = int(
-            np.random.SeedSequence([self._experiment.options.seed, repeat]).generate_state(1)[0]
-        )
-        prompts: list[Prompt]
-        if self._maker is None:
-            assert self._given is not None
-            prompts = [self._given_ids if pretok else self._given] * n
-            prompt_tokens = len(self._given_ids)
-        else:
-            assert cell.prompt_len is not None
-            texts = [self._maker.text(prompt_seed, index, cell.prompt_len) for index in range(n)]
-            prompts = [self._tokenizer.encode(text) if pretok else text for text in texts]
-            prompt_tokens = cell.prompt_len
+        """The requests of a cell's shape in one repeat, or of a warm-up: WARM_UP and more."""
+        requests = self._requests(cell.shape, repeat)
+        assert requests.prompt_seed is not None
         return Workload(
-            scheduled_s=np.arange(n, dtype=np.float64) * self._experiment.interval_s,
-            prompts=prompts,
-            prompt_tokens=np.full(n, prompt_tokens, np.int64),
-            output_tokens=np.full(n, cell.output_len, np.int64),
-            prompt_seed=prompt_seed,
+            scheduled_s=requests.scheduled_s,
+            prompts=self._prompts(requests, requests.prompt_seed),
+            prompt_tokens=requests.prompt_tokens,
+            output_tokens=requests.output_tokens,
+            prompt_seed=requests.prompt_seed,
+            arrival=requests.arrival,
         )
 
     def table(self) -> pd.DataFrame:
-        """All requests of the experiment, a row each. The text is kept only where the user gave it."""
+        """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
         shapes = dict.fromkeys(cell.shape for cell in self._experiment.cells)
         rows = [
             self._rows(shape, repeat)
@@ -79,21 +106,78 @@ class WorkloadSource:
         ]
         return pd.concat(rows, ignore_index=True)
 
+    def _requests(self, shape: Cell, repeat: int) -> Requests:
+        load, seed = self._experiment.load, self._experiment.options.seed
+        if self._replay is not None:
+            is_warm_up = repeat >= WARM_UP
+            requests = self._replay.requests(shape, 0 if is_warm_up else repeat)
+            if is_warm_up or requests.prompt_seed is None:
+                requests = requests._replace(prompt_seed=prompt_seed(seed, repeat))
+            return requests if load.duration_s is None else requests.before(load.duration_s)
+        if load.is_closed:
+            times, n = None, load.num_requests or CLOSED_LOOP_MOST
+        else:
+            trace = self._experiment.trace
+            if trace is None:
+                times = arrival_times(load, shape, seed=seed, repeat=repeat)
+            else:
+                times = trace.arrival_times(load, seed=seed, repeat=repeat)
+            n = len(times)
+        prompts, outputs = asked_lengths(self._experiment, shape, n, repeat, self._given_tokens)
+        if vary(load):
+            fixed = load.prompt_lengths.kind == "fixed"
+            least = prompts if fixed else self._least_prompt_tokens
+            prompts, outputs = cut_to_fit(
+                prompts, outputs, least_prompt_tokens=least, most_tokens=self._most_tokens
+            )
+        assert load.arrival is not None
+        return Requests(
+            scheduled_s=times,
+            prompt_tokens=prompts,
+            output_tokens=outputs,
+            texts=None if self._given is None else [self._given] * n,
+            prompt_seed=prompt_seed(seed, repeat),
+            prefix_tokens=load.prefix_tokens,
+            arrival=load.arrival,
+        )
+
+    def _prompts(self, requests: Requests, seed: int) -> Sequence[Prompt]:
+        encode, pretok = self._encode, self._experiment.options.pretok
+        if encode is None:
+            return ()
+        texts = requests.texts
+        if texts is not None:
+            ids = {text: encode(text) for text in dict.fromkeys(texts)} if pretok else {}
+            return [ids[text] for text in texts] if pretok else texts
+        maker = self._maker
+        assert maker is not None
+
+        def make(index: int) -> Prompt:
+            n_tokens = int(requests.prompt_tokens[index])
+            text = maker.text(seed, index, n_tokens, requests.prefix_tokens)
+            return encode(text) if pretok else text
+
+        return Prompts(make, len(requests.prompt_tokens))
+
     def _rows(self, shape: Cell, repeat: int) -> pd.DataFrame:
-        workload = self.draw(shape, repeat)
-        n = len(workload.scheduled_s)
+        requests = self._requests(shape, repeat)
+        n = len(requests.prompt_tokens)
+        times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
         return pd.DataFrame(
             {
                 "repeat": np.full(n, repeat, np.int32),
                 "burst_size": pd.array([shape.burst_size] * n, dtype="Int64"),
                 "prompt_len": pd.array([shape.prompt_len] * n, dtype="Int64"),
                 "output_len": pd.array([shape.output_len] * n, dtype="Int64"),
+                "request_rate": np.full(n, shape.request_rate, np.float64),
+                "arrival": pd.array([requests.arrival] * n, dtype="string"),
                 "request_index": np.arange(n, dtype=np.int64),
-                "scheduled_s": workload.scheduled_s,
-                "prompt_tokens": workload.prompt_tokens,
-                "output_tokens": workload.output_tokens,
-                "prompt_seed": np.full(n, workload.prompt_seed, np.int64),
-                "prompt": pd.array([self._given] * n, dtype="string"),
+                "scheduled_s": times,
+                "prompt_tokens": requests.prompt_tokens,
+                "output_tokens": requests.output_tokens,
+                "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
+                "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
+                "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
             }
         )
 

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from roseinfer.admission import Admission
 from roseinfer.core import Core
-from roseinfer.errors import SchedulerManagerOverloadedError
-from roseinfer.executor import StepPlan, StepResult
+from roseinfer.errors import InputError, RoseinferError, SchedulerManagerOverloadedError
+from roseinfer.executor import StepPlan, StepRecord, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
+from roseinfer.sim.client import ClientRules, Permits, user_starts_s
 
-ARRIVE, TOKENIZED, STEP_END = range(3)
-"""Kinds of events. At equal times they are handled in this order, and a step is planned after all of them."""
+USER, ARRIVE, TOKENIZED, STEP_END, DEADLINE = range(5)
+"""Kinds of events. At equal times they are handled in this order, those of one kind in order of their requests, and a
+step is planned after all of them. So a request that is due when a slot comes free meets it taken, and an answer that
+comes at its deadline has come in time. A request that the client held back is sent by the very event that lets it go.
+"""
 
 TOKEN_ID = 1
 """What every simulated token is: nothing depends on its value."""
 
 
 class Arrival(NamedTuple):
-    """A request of the workload. `tokenize_s` 0 stands for a prompt that comes as token ids."""
+    """A request of the workload. `tokenize_s` 0 stands for a prompt that comes as token ids.
+
+    In a closed loop `time_s` has no meaning: requests are taken in their order.
+    """
 
     time_s: float
     prompt_tokens: int
@@ -45,30 +52,48 @@ class SimLimits(NamedTuple):
     max_model_len: int = 1 << 20
 
 
+class Sent(NamedTuple):
+    """One request that was sent: when, how many waited for a seat then, and what became of it.
+
+    `fate` is the request as it ended, its refusal, or the error of a prompt that can never fit.
+    """
+
+    time_s: float
+    waiting: int
+    fate: Request | RoseinferError
+
+
 @dataclass(slots=True)
 class SimRun:
-    """`outcomes` is aligned with the arrivals: the request as it ended, or its refusal."""
+    """`sent` is aligned with the arrivals, None where the client's duration ended before; `timed_out` holds indexes."""
 
-    outcomes: list[Request | SchedulerManagerOverloadedError]
+    sent: list[Sent | None]
+    timed_out: set[int]
+    peak_outstanding: int
     admission: Admission
-    step_spans: list[list[tuple[int, int, int]]] = field(
-        default_factory=list
-    )  # (arrival index, start, n_tokens)
+    steps: list[StepRecord]
 
 
 def simulate(
-    arrivals: Sequence[Arrival], limits: SimLimits, step_seconds: Callable[[StepPlan], float]
+    arrivals: Sequence[Arrival],
+    limits: SimLimits,
+    step_seconds: Callable[[StepPlan], float],
+    client: ClientRules = ClientRules(),  # noqa: B008 (it cannot change)
 ) -> SimRun:
     """Plays `arrivals` against an engine whose steps last `step_seconds(plan)`. Readers read without delay.
 
-    Raises PromptTooLongError for an arrival of token ids that gets a slot and could never be served.
+    Request ids are the indexes of the arrivals. Refusals cost no time.
     """
-    return _Simulation(arrivals, limits, step_seconds).run()
+    return _Simulation(arrivals, limits, step_seconds, client).run()
 
 
 class _Simulation:
     def __init__(
-        self, arrivals: Sequence[Arrival], limits: SimLimits, step_seconds: Callable[[StepPlan], float]
+        self,
+        arrivals: Sequence[Arrival],
+        limits: SimLimits,
+        step_seconds: Callable[[StepPlan], float],
+        client: ClientRules,
     ) -> None:
         self.arrivals = arrivals
         self.step_seconds = step_seconds
@@ -82,59 +107,107 @@ class _Simulation:
             eos_token_ids=frozenset(),
             unread_timeout_s=float("inf"),
         )
-        self.requests: dict[int, Request] = {}
-        self.result = SimRun([], self.core.admission)
-        self.heap = [(arrival.time_s, ARRIVE, index) for index, arrival in enumerate(arrivals)]
+        self.permits = Permits(client, len(arrivals))
+        self.timeout_s = client.timeout_s
+        self.sent: list[Sent | None] = [None] * len(arrivals)
+        self.timed_out: set[int] = set()
+        self.open: dict[int, Request] = {}  # what the client still reads, by index
+        self.steps: list[StepRecord] = []
+        self.is_running = False  # the last of `steps` has not ended
+        if client.is_closed:
+            self.heap = [(0.0, USER, 0), *((start_s, USER, 1) for start_s in user_starts_s(client))]
+        else:
+            self.heap = [(arrival.time_s, ARRIVE, index) for index, arrival in enumerate(arrivals)]
         heapq.heapify(self.heap)
-        self.running: tuple[StepPlan, StepResult] | None = None
 
     def run(self) -> SimRun:
-        outcomes: dict[int, Request | SchedulerManagerOverloadedError] = {}
-        while self.heap:
-            now, kind, index = heapq.heappop(self.heap)
+        heap, core, permits = self.heap, self.core, self.permits
+        while heap:
+            now, kind, index = heapq.heappop(heap)
             if kind == ARRIVE:
-                outcomes[index] = self._arrive(index, now)
+                permits.held.append(index)
+                self._send(now)
+            elif kind == STEP_END:
+                self.is_running = False
+                step = self.steps[-1]
+                self._read(core.commit(step.plan, step.result, now), now)
             elif kind == TOKENIZED:
-                self._read(self.core.tokenized(index, range(self.arrivals[index].prompt_tokens), now))
+                self._read(core.tokenized(index, range(self.arrivals[index].prompt_tokens), now), now)
+            elif kind == DEADLINE:
+                self._give_up(index, now)
             else:
-                assert self.running is not None
-                plan, result = self.running
-                self.running = None
-                self._read(self.core.commit(plan, result, now))
-            if self.running is None and not (self.heap and self.heap[0][0] == now):
+                if index > 0:  # the first user is there from the beginning
+                    permits.add_user()
+                self._send(now)
+            if not self.is_running and not (heap and heap[0][0] == now):
                 self._start_step(now)
-        self.result.outcomes = [outcomes[index] for index in range(len(self.arrivals))]
-        return self.result
+        return SimRun(self.sent, self.timed_out, permits.peak, core.admission, self.steps)
 
-    def _arrive(self, index: int, now: float) -> Request | SchedulerManagerOverloadedError:
-        arrival = self.arrivals[index]
+    # ---- the client's side ----
+
+    def _send(self, now: float) -> None:
+        """Sends whatever may be sent now. A refused request ends at once, and so lets the next go."""
+        while (index := self.permits.take(now)) is not None:
+            waiting = self.core.admission.not_started
+            fate = self._submit(index, now)
+            self.sent[index] = Sent(now, waiting, fate)
+            if not isinstance(fate, Request):
+                self.permits.ended()
+                continue
+            self.open[index] = fate
+            if self.timeout_s is not None:
+                heapq.heappush(self.heap, (now + self.timeout_s, DEADLINE, index))
+
+    def _read(self, events: list[TokenEvent], now: float) -> None:
+        """Takes what a step brought; whoever has ended gives its slot and its permit back."""
+        for event in events:
+            if event.finish_reason is not None:
+                request = self.open.pop(event.request_id, None)
+                if request is not None:  # else the client gave it up
+                    self.core.acknowledge(request, event.time_s)
+                    self.permits.ended()
+        if self.permits.held:
+            self._send(now)
+
+    def _give_up(self, index: int, now: float) -> None:
+        if self.open.pop(index, None) is not None:
+            self.timed_out.add(index)
+            self.permits.ended()
+            self._read(self.core.abort(index, now), now)
+
+    # ---- the engine's side ----
+
+    def _submit(self, index: int, now: float) -> Request | RoseinferError:
+        """What SchedulerManager.submit does."""
+        _, prompt_tokens, max_new_tokens, tokenize_s = self.arrivals[index]
+        core = self.core
         try:
-            ticket = self.core.admission.reserve(now, arrival.prompt_tokens + arrival.max_new_tokens)
+            ticket = core.admission.reserve(now, prompt_tokens + max_new_tokens)
         except SchedulerManagerOverloadedError as refusal:
             return refusal
-        is_text = arrival.tokenize_s > 0
-        if not is_text:
-            self.core.check_fits(arrival.prompt_tokens, arrival.max_new_tokens)
-        params = SamplingParams(max_new_tokens=arrival.max_new_tokens, ignore_eos=True)
-        ids = None if is_text else range(arrival.prompt_tokens)
-        request = Request(index, params, ticket, seed=0, prompt_ids=ids, reserved_s=now)
-        self.requests[index] = request
-        self.core.submit(request)
-        if is_text:
-            heapq.heappush(self.heap, (now + arrival.tokenize_s, TOKENIZED, index))
+        prompt_ids = None
+        if tokenize_s > 0:
+            heapq.heappush(self.heap, (now + tokenize_s, TOKENIZED, index))
+        else:
+            prompt_ids = range(prompt_tokens)
+            try:
+                core.check_fits(prompt_tokens, max_new_tokens)
+            except InputError as error:
+                core.admission.release(ticket, now)
+                return error
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        request = Request(index, params, ticket, seed=0, prompt_ids=prompt_ids, reserved_s=now)
+        core.submit(request)
         return request
 
     def _start_step(self, now: float) -> None:
         plan = self.core.plan(now)
         if plan is None:
             return
-        end = now + self.step_seconds(plan)
-        ids = [TOKEN_ID if span.samples else None for span in plan.spans]
-        self.running = plan, StepResult(ids, now, end)
-        self.result.step_spans.append([(s.request.request_id, s.start, s.n_tokens) for s in plan.spans])
-        heapq.heappush(self.heap, (end, STEP_END, -1))
-
-    def _read(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.finish_reason is not None:
-                self.core.acknowledge(self.requests.pop(event.request_id), event.time_s)
+        end_s = now + self.step_seconds(plan)
+        result = StepResult([TOKEN_ID if span.samples else None for span in plan.spans], now, end_s)
+        scheduler = self.core.scheduler
+        counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
+        self.steps.append(StepRecord(plan, result, now, end_s, *counts))
+        self.is_running = True
+        heapq.heappush(self.heap, (end_s, STEP_END, -1))

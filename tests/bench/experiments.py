@@ -73,6 +73,7 @@ def workload(prompts: list[Prompt], *, output_tokens: int = 2, interval_s: float
         prompt_tokens=np.array([len(prompts[i]) for i in range(n)], np.int64),
         output_tokens=np.full(n, output_tokens, np.int64),
         prompt_seed=0,
+        arrival="constant" if interval_s else "burst",
     )
 
 

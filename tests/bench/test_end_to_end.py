@@ -39,7 +39,7 @@ def _slow_senders_are_fine() -> Iterator[None]:
     """How fast a loaded machine sends is not what these tests ask."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 60.0)
+        patch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)
         yield
     torch.set_num_threads(threads)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.experiment import Cell
+from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
 
@@ -167,3 +167,68 @@ def test_a_request_must_fit_the_kv_cache_whole() -> None:
     with pytest.raises(InputError) as caught:
         experiment(prompt_len="29", kv_cache_tokens=17).check_fits(1024)
     assert caught.value.name == "--kv-cache-tokens"
+
+
+TRACE = Path(__file__).parent / "traces" / "azure_llm_2023_conv.csv"
+
+
+def refused(made: Experiment, context_tokens: int) -> InputError:
+    with pytest.raises(InputError) as caught:
+        made.check_fits(context_tokens)
+    return caught.value
+
+
+def test_a_trace_that_does_not_fit_names_the_line_and_the_cure() -> None:  # case A15
+    made = experiment(trace=TRACE)
+    error = refused(made, 1024)
+    assert error.name == "--trace"
+    assert "line 8: 1313 prompt and 142 new tokens exceed the context of 1024 tokens" in error.why
+    assert "--length-scale" in error.why
+    made.check_fits(8192)
+    experiment(trace=TRACE, length_scale=0.1).check_fits(1024)
+    experiment(trace=TRACE, num_requests=4).check_fits(1024)  # what is not played need not fit
+    experiment(trace=TRACE, duration=10.0).check_fits(1024)
+    experiment(trace=TRACE, prompt_len="8").check_fits(1024)
+
+
+def test_a_trace_must_fit_the_kv_cache_too() -> None:
+    assert "--kv-cache-tokens 512 holds" in refused(experiment(trace=TRACE, kv_cache_tokens=512), 8192).why
+
+
+def test_prompts_of_a_trace_must_be_longer_than_the_prefix() -> None:
+    error = refused(experiment(trace=TRACE, prefix_len=91), 8192)
+    assert "91 are shared" in error.why
+    experiment(trace=TRACE, prefix_len=90).check_fits(8192)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"prompt_len_dist": "lognormal:1"}, "--prompt-len-dist"),  # 3 % lie above 1020
+        ({"output_len_dist": "lognormal:3", "max_new_tokens": "128"}, "--output-len-dist"),
+        ({"prompt_len_dist": "uniform:1", "prefix_len": 8}, "--prompt-len-dist"),  # 3 % lie below 9
+        ({"prompt_len_dist": "uniform:1", "kv_cache_tokens": 240}, "--prompt-len-dist"),
+    ],
+)
+def test_lengths_that_would_often_be_cut_are_refused(flags: dict[str, Any], name: str) -> None:
+    made = experiment(**({"prompt_len": "128"} | flags))
+    error = refused(made, 1024)
+    assert error.name == name
+    assert "% of the requests would have to be cut" in error.why
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"prompt_len_dist": "lognormal:0.8"},  # 0.5 %
+        {"prompt_len_dist": "uniform:1", "prefix_len": 1},  # 0.8 %
+        {"prompt_len_dist": "uniform:1", "output_len_dist": "uniform:1"},
+    ],
+)
+def test_lengths_that_are_seldom_cut_are_fine(flags: dict[str, Any]) -> None:
+    experiment(prompt_len="128", **flags).check_fits(1024)
+
+
+def test_lengths_whose_typical_request_does_not_fit_are_refused_as_that() -> None:
+    made = experiment(prompt_len="32,2000", prompt_len_dist="uniform:0.1")
+    assert refused(made, 1024).value == "2000"

@@ -296,7 +296,7 @@ def test_a_request_that_failed_is_marked_and_counted(one_burst: Frames) -> None:
 
 def test_only_the_first_burst_is_drawn(one_burst: Frames) -> None:
     requests = one_burst[0]
-    second = requests.assign(request_index=requests["request_index"] + BURST, scheduled_s=9.0)
+    second = requests.assign(request_index=requests["request_index"] + BURST, scheduled_s=9.0)  # periodic bursts
 
     assert len(gantt_data(pd.concat([requests, second]))) == len(LIMITS) * BURST
 
@@ -372,7 +372,7 @@ def files(short: Frames, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 
 def test_every_figure_comes_as_png_svg_and_csv(files: list[Path]) -> None:
-    bursts = ["burst_gantt_1", "burst_gantt_2"]
+    bursts = ["burst_gantt_1", "burst_gantt_2", "timeline_1", "timeline_2"]
     names = ["p99_vs_limit", "ttft_nines", "throughput_vs_limit", *bursts, "p99_heat_map"]
     assert [path.name for path in files] == [
         f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer.bench.prompts import POOL_WORDS, PromptMaker
+from roseinfer.bench.prompts import POOL_WORDS, PromptMaker, Prompts
 from roseinfer.errors import InputError
 from roseinfer.tokenization import BUILTIN_VOCAB_SIZE, FastTokenizer, builtin_tokenizer
 from tests.bench.experiments import WORDS, WordTokenizer
@@ -83,3 +83,44 @@ def test_a_length_that_special_tokens_fill_alone_is_refused() -> None:
 def test_a_text_that_misses_its_length_is_never_given_out() -> None:
     with pytest.raises(InputError, match="no text of this length"):
         PromptMaker(Fusing(), len(WORDS)).text(0, 0, 8)
+
+
+@pytest.mark.parametrize("n_tokens", [6, 7, 300])
+def test_a_prompt_with_a_shared_prefix_has_its_exact_length_too(
+    builtin: FastTokenizer, n_tokens: int
+) -> None:  # case I1
+    maker = PromptMaker(builtin, BUILTIN_VOCAB_SIZE)
+    ids = [builtin.encode(maker.text(7, index, n_tokens, prefix_tokens=5)) for index in range(5)]
+    assert {len(one) for one in ids} == {n_tokens}
+    assert len({tuple(one[:5]) for one in ids}) == 1
+    assert len({one[5] for one in ids}) == 5
+
+
+def test_a_prefix_follows_from_the_seed_alone() -> None:  # case I7
+    maker = PromptMaker(WordTokenizer(), len(WORDS))
+    prefixes = {maker.text(seed, index, 8, 4)[:12] for seed in (1, 2) for index in range(3)}
+    assert len(prefixes) == 2
+
+
+def test_special_tokens_are_part_of_the_prefix() -> None:  # case I2
+    tokenizer = WithStart()
+    maker = PromptMaker(tokenizer, len(WORDS))
+    ids = [tokenizer.encode(maker.text(0, index, 5, prefix_tokens=3)) for index in range(20)]
+    assert {len(one) for one in ids} == {5}
+    assert len({tuple(one[:3]) for one in ids}) == 1
+    assert len({one[3] for one in ids}) > 10
+
+
+def test_prompts_are_made_when_they_are_asked_for() -> None:
+    made: list[int] = []
+
+    def make(index: int) -> str:
+        made.append(index)
+        return str(index)
+
+    prompts = Prompts(make, 1_000_000)
+    assert (len(prompts), prompts[7], prompts[-1]) == (1_000_000, "7", "999999")
+    assert list(prompts[2:4]) == ["2", "3"]
+    assert made == [7, 999_999, 2, 3]
+    with pytest.raises(IndexError):
+        prompts[1_000_000]

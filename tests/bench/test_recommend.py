@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from roseinfer.bench.recommend import Recommendation, Slo, parse_slo, recommend
 from roseinfer.bench.summary import limit_label, summarise
 from roseinfer.errors import InputError
+from tests.bench.load_shapes import served
 from tests.bench.rows import facts_by_cell, measured
 
 BURST = 40
@@ -240,3 +242,32 @@ def test_intervals_are_those_of_the_summary() -> None:
     pooled = summary.iloc[-1]
     expected = (pooled["p99_ttft_ms_lo"], pooled["p99_ttft_ms"], pooled["p99_ttft_ms_hi"])
     assert found.evidence[0].judgements[0].interval_ms == pytest.approx(expected)
+
+
+# --- open loops
+
+
+def open_loop(rate: float, limit: int | None) -> pd.DataFrame:
+    """Four repeats with 40 slow requests at the start, then 10 ms."""
+    repeats = []
+    for repeat in range(4):
+        rows = served(np.arange(200) / rate, arrival="poisson", request_rate=rate, limit=limit, repeat=repeat)
+        first_s = rows["scheduled_s"] + np.where(rows["request_index"] < 40, 1.0, 0.01)
+        received = {"received_first_s": first_s, "received_last_s": first_s + 0.1, "ended_s": first_s + 0.1}
+        repeats.append(rows.assign(**received))
+    return pd.concat(repeats, ignore_index=True)
+
+
+def test_rates_are_factors() -> None:
+    rows = pd.concat([open_loop(rate, None) for rate in (2.5, 0.3)], ignore_index=True)
+    found = recommend(rows, summarise(rows, facts_by_cell(rows)), [parse_slo("p99_ttft:250")], seed=0)
+    assert [one.factors for one in found] == [{"request_rate": 0.3}, {"request_rate": 2.5}]  # case H1
+    assert found[1].sentence().startswith("At request rate 2.5: recommended")
+
+
+def test_warm_up_is_judged_by_no_slo_but_its_requests_were_offered() -> None:
+    rows = open_loop(2.5, None)
+    found = answer_to(rows, "p99_ttft:250").chosen
+    assert found is not None
+    assert found.judgements[0].n == 640
+    assert (found.served, found.offered) == (640, 800)

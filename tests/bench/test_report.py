@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,11 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench import report
+from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.summary import summarise
 from tests.bench.experiments import experiment
+from tests.bench.load_shapes import bursts_over_background, closed_loop, rates, served
+from tests.bench.load_shapes import summary_of as shaped_summary
 from tests.bench.rows import facts_by_cell, measured
 from tests.bench.simulated_sweep import simulate
 
@@ -28,12 +32,12 @@ SEED_LABELS = [
 
 def burst_lines(rows: pd.DataFrame, **flags: Any) -> dict[str, str]:
     """Label to the rest of the line."""
-    text = report.burst_report(rows, experiment(**flags), "cpu")
+    text = report.burst_report(rows, experiment(**flags), "builtin:gpt2", "cpu")
     return dict(re.match(r"(.*?)(?: p50/\S*)?: (.*)", line).groups() for line in text.splitlines()[1:])  # type: ignore[union-attr, misc]
 
 
 def burst_labels(rows: pd.DataFrame) -> list[str]:
-    lines = report.burst_report(rows, experiment(), "cpu").splitlines()
+    lines = report.burst_report(rows, experiment(), "builtin:gpt2", "cpu").splitlines()
     return [re.sub(r"( p50/[^:]*)?: .*", "", line) for line in lines]
 
 
@@ -93,7 +97,23 @@ def test_nothing_completed_is_no_figure_and_no_crash() -> None:  # case D2
     ],
 )
 def test_a_percentile_that_its_sample_cannot_carry_says_so(n: int, label: str) -> None:  # case F3
-    assert f"\n{label} " in report.burst_report(measured(burst_size=n), experiment(), "cpu")
+    assert f"\n{label} " in report.burst_report(measured(burst_size=n), experiment(), "a model", "cpu")
+
+
+def test_goodput_stands_below_the_report_where_there_are_goals() -> None:  # case D4
+    lines = burst_lines(measured(burst_size=100, limit=60), goodput=["ttft:205", "tpot:50"])
+    assert lines["Goodput (ttft:205 tpot:50)"] == "19 requests, 19.0 % of 100 offered"
+
+
+def test_the_report_leaves_the_warm_up_out_as_the_summary_does() -> None:
+    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0)
+    first_s = rows["scheduled_s"] + np.where(rows["request_index"] < 40, 1.0, 0.01)
+    lines = burst_lines(rows.assign(received_first_s=first_s))
+    assert lines["Warm-up cut (MSER-5)"] == "40 of 200"
+    assert lines["TTFT"] == "10.00/10.00/10.00 ms"
+    assert lines["Completion tokens (total)"] == "400"
+    settled = burst_lines(rows.assign(received_first_s=rows["scheduled_s"] * 1.5 + 0.01))
+    assert settled["Warm-up cut (MSER-5)"] == "0 of 200, no steady part found"
 
 
 def test_what_was_set_is_printed(tmp_path: Any) -> None:
@@ -233,6 +253,142 @@ def test_there_is_a_table_for_each_combination_of_the_other_factors() -> None:
     ]
 
 
+# ---- beside the percentiles ----
+
+
+def with_goals(rows: pd.DataFrame, *goals: str) -> pd.DataFrame:
+    return summarise(rows, facts_by_cell(rows), goals=[parse_goal(goal) for goal in goals])
+
+
+@pytest.mark.parametrize("metric", ["queue wait", "TTFT", "TPOT", "E2EL"])
+def test_beside_every_percentile_stand_what_was_refused_and_what_was_served(metric: str) -> None:  # case D3
+    rows = measured(burst_size=100, limit=60)
+    assert table_rows(with_goals(rows))[f"{metric} (ms) refused, served"] == ["40.0 %, 60.0 %"]
+    found = table_rows(with_goals(rows, "ttft:205"))
+    assert found[f"{metric} (ms) refused, good"] == ["40.0 %, 19.0 %"]
+
+
+def test_goodput_is_of_the_offered() -> None:  # case D4
+    found = table_rows(with_goals(measured(burst_size=100, limit=60), "ttft:1000"))
+    assert found["good (within the goals)"] == ["60"]
+    assert found["goodput, share of offered"] == ["60.0 %"]
+    assert "good (within the goals)" not in table_rows(sweep_summary())
+
+
+def test_n_and_repeats_stand_beside_both_tails() -> None:
+    assert table_rows(sweep_summary((16,)))["TTFT (ms) n, repeats"] == ["128, 8"]
+
+
+def test_fewer_than_six_repeats_leave_the_typical_p99_unbounded() -> None:
+    assert table_rows(sweep_summary((16,), repeats=5))["TTFT (ms) p99 of a repeat, interval"] == ["unbounded"]
+    (bounded,) = table_rows(sweep_summary((16,), repeats=6))["TTFT (ms) p99 of a repeat, interval"]
+    assert re.fullmatch(r"\[\d+\.\d\d, \d+\.\d\d\]", bounded)
+
+
+def test_the_table_says_how_many_repeats_a_comparison_needs() -> None:
+    summary = sweep_summary()
+    needed = summary.loc[summary["repeat"].isna(), "repeats_needed"]
+    assert table_rows(summary)["TTFT (ms) repeats to compare"] == [f"{n:.0f}" for n in needed]
+    assert "TTFT (ms) repeats to compare" not in table_rows(sweep_summary(repeats=1))
+
+
+def text_of(summary: pd.DataFrame, width: int = 100) -> str:
+    """The one table, with its notes unwrapped."""
+    (table,) = report.tables(summary, width)
+    return re.sub(r"\n  (?=\S)", " ", table)
+
+
+def test_fewer_than_299_requests_behind_a_p99_are_warned_about() -> None:  # case F10
+    warning = "Warning: under 299 requests behind p99 TTFT at limit 16:"
+    assert warning in text_of(sweep_summary())
+    assert "Warning" not in text_of(sweep_summary((64,)))
+
+
+@pytest.mark.parametrize(("n", "warns"), [(298, True), (299, False)])
+def test_the_warning_starts_below_299(n: int, warns: bool) -> None:  # case F10
+    rows = measured(burst_size=n)
+    assert ("under 299 requests" in text_of(with_goals(rows))) == warns
+
+
+def test_when_nothing_completed_the_table_says_so_without_figures() -> None:  # case D2
+    rows = measured(burst_size=8, limit=3).assign(outcome="error")
+    text = text_of(with_goals(rows, "ttft:250"))
+    assert "NOTHING COMPLETED at limit 3: there is no latency and no throughput." in text
+    assert not re.search(r"\b0\.00\b", text)
+    assert table_rows(with_goals(rows, "ttft:250"))["goodput (requests/s)"] == ["n/a"]
+    assert "NOTHING" not in text_of(sweep_summary())
+
+
+def test_the_largest_gap_of_all_is_in_the_table() -> None:  # case E7
+    rows = measured(burst_size=20, output_tokens=5, token_gap_s=0.010)
+    stalled = list(rows["token_times_s"])
+    stalled[7] = stalled[7] + np.array([0, 0, 1.0, 1.0, 1.0])
+    found = table_rows(with_goals(rows.assign(token_times_s=stalled)))
+    assert found["largest gap of tokens (ms)"] == ["1010.00"]
+
+
+def test_times_of_failures_have_lines_of_their_own() -> None:  # case D6, D11
+    rows = measured(burst_size=200, limit=100)
+    rows.loc[rows["request_index"] < 2, ["outcome", "ended_s"]] = ["timeout", 30.0]
+    found = table_rows(with_goals(rows))
+    assert found["time to timeout p99 (ms)"] == ["max (n=2) 30000.00"]
+    assert found["reject p99 (ms)"] == ["0.0040"]
+    assert "time to error p99 (ms)" not in found
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.5, "50.0 %"), (0.9999, "> 99.9 %"), (1.0, "100.0 %")],
+)
+def test_only_all_and_none_read_so(share: float, text: str) -> None:
+    summary = sweep_summary((16,))
+    summary["reject_rate"] = share
+    assert table_rows(summary)["reject rate"] == [text]
+
+
+# ---- other arrivals ----
+
+
+def test_the_heading_names_arrivals_and_rate() -> None:
+    headings = [table.splitlines()[0] for table in report.tables(shaped_summary(rates((0.5, 25.0), n=40)))]
+    assert headings == [
+        "poisson arrivals, prompt tokens 32, new tokens 2, requests/s 0.5",  # case H1
+        "poisson arrivals, prompt tokens 32, new tokens 2, requests/s 25",
+    ]
+
+
+def test_bursts_over_background_and_their_recovery_are_in_the_table() -> None:
+    summary = shaped_summary(bursts_over_background([None]))
+    (table,) = report.tables(summary)
+    assert table.splitlines()[0].startswith("constant arrivals, burst 12, ")
+    assert table_rows(summary)["recovery from a burst (s)"] == [f"{summary['recovery_s'].iloc[-1]:.2f}"]
+    assert "recovery from a burst (s)" not in table_rows(sweep_summary())
+
+
+def test_a_closed_loop_is_called_so() -> None:  # case C12
+    rows = closed_loop(users=3)
+    facts = {key: replace(known, max_concurrency=3) for key, known in facts_by_cell(rows).items()}
+    summary = summarise(rows, facts)
+    (table,) = report.tables(summary)
+    assert table.splitlines()[0] == "closed loop, prompt tokens 32, new tokens 2"
+    assert table_rows(summary)["TTFT (ms) p99 after the start"] == ["50.00"]
+
+
+def test_the_warm_up_cut_is_in_the_table() -> None:
+    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0)
+    late = rows["request_index"] < 40
+    settling = rows.assign(received_first_s=rows["scheduled_s"] + np.where(late, 1.0, 0.01))
+    assert table_rows(with_goals(settling))["warm-up cut (MSER-5)"] == ["40"]
+    growing = rows.assign(received_first_s=rows["scheduled_s"] * 1.5 + 0.01)
+    assert table_rows(with_goals(growing))["warm-up cut (MSER-5)"] == ["0, not steady"]
+    assert "warm-up cut (MSER-5)" not in table_rows(sweep_summary())
+
+
+def test_rates_are_compared_each_on_its_own() -> None:
+    sentences = report.conclusions(shaped_summary(rates((25.0, 100.0), n=40)))
+    assert [sentence.partition(":")[0] for sentence in sentences] == ["At requests/s 25", "At requests/s 100"]
+
+
 # ---- what it says ----
 
 
@@ -272,6 +428,12 @@ def test_other_factors_are_named_only_where_they_vary() -> None:
 def test_a_maximum_is_not_called_a_p99_without_saying_so() -> None:  # case F3
     (sentence,) = report.conclusions(sweep_summary((None, 16), bursts=(64,), repeats=2))
     assert re.search(r"p99 TTFT from \d+\.\d\d to \d+\.\d\d \(max of 32\) ms", sentence)
+
+
+def test_the_conclusion_tells_the_share_served_within_the_goals() -> None:  # case D3
+    rows = pd.concat([measured(burst_size=40, limit=limit) for limit in (None, 10)], ignore_index=True)
+    (sentence,) = report.conclusions(with_goals(rows, "ttft:205"))
+    assert sentence.endswith("; served within the goals: 47.5 % to 25.0 % of the offered.")
 
 
 def test_a_limit_that_lets_nobody_through_is_said_without_figures() -> None:
@@ -314,3 +476,32 @@ def test_a_busy_machine_is_warned_about(load: float, warns: bool) -> None:
     lines = report.load_lines(manifest)
     assert bool(lines) == warns
     assert not warns or lines[0].startswith("Warning: load average 3.1 at the start on 2 usable cores")
+
+
+def test_the_load_of_the_machine_means_nothing_to_a_simulation() -> None:
+    manifest = {"target": "sim", "environment": {"load_average": [9.0, 9.0, 9.0], "cores_usable": 2}}
+    assert report.load_lines(manifest) == []
+
+
+MODEL = {
+    "model": "builtin:gpt2",
+    "weights": "random",
+    "parameters": 124e6,
+    "dtype": "float32",
+    "device": "cpu",
+    "device_name": "EPYC",
+    "num_threads": 2,
+}
+
+
+def test_model_and_machine_are_named_in_a_few_words() -> None:
+    manifest = {"model": MODEL, "environment": {"cores_usable": 2}}
+    assert report.model_name(manifest) == "builtin:gpt2 (124 M, random, float32)"
+    assert report.machine_name(manifest) == "EPYC, 2 threads on 2 cores"
+
+
+def test_what_a_simulation_does_not_have_is_left_out() -> None:
+    simulated = {"model": "gpt2_cpu", "weights": "none", "parameters": None, "dtype": None}
+    manifest = {"model": {**simulated, "device": "virtual clock"}, "environment": {"cores_usable": 2}}
+    assert report.model_name(manifest) == "gpt2_cpu (no weights)"
+    assert report.machine_name(manifest) == "virtual clock"

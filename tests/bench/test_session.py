@@ -56,7 +56,7 @@ def lab(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(
         session, "draw_figures", lambda folder, place: [folder.path / "figures" / "a_figure.png"]
     )
-    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
+    monkeypatch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # all of torch is on this heap, in every test
     return made
 
@@ -104,8 +104,8 @@ def test_the_recommended_limit_is_printed(lab: Lab) -> None:
 def test_an_invalid_measurement_is_written_said_and_ends_with_4(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 0.0)
-    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S_PER_REQUEST", 0.0)
+    monkeypatch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 0.0)
+    monkeypatch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S_PER_REQUEST", 0.0)
     answer = lab.sweep()
     assert answer.code == 4
     assert answer.out.count("\nINVALID: ") == 2  # a line per cell, not per repeat

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from roseinfer.bench.stats import (
     percentile,
     percentile_label,
     percentiles,
-    ratio_interval,
     smallest_sample,
     trusted_sample,
 )
@@ -221,78 +218,3 @@ def test_interval_follows_the_runs_not_the_requests() -> None:
     many = cluster_bootstrap([np.full(1000, value) for value in range(1, 9)], 50, seed=0)
     assert many == few
     assert few.lo < few.point < few.hi
-
-
-# --- paired ratios
-
-
-def test_ratio_of_equal_sides_is_one() -> None:
-    assert ratio_interval(range(1, 11), range(1, 11)) == Interval(1, 1, 1)
-
-
-def test_ratio_is_of_the_first_to_the_second() -> None:
-    b = np.array([1.0, 2, 4, 8, 16, 32])
-    assert ratio_interval(3 * b, b) == pytest.approx(Interval(3, 3, 3))
-
-
-def test_ratio_interval_of_six_pairs_spans_all_of_them() -> None:
-    found = ratio_interval([0.5, 0.8, 1.1, 1.3, 1.9, 2.0], [1] * 6)
-    assert (found.lo, found.hi) == pytest.approx((0.5, 2.0))
-
-
-def test_ratio_is_unbounded_below_six_pairs() -> None:
-    assert ratio_interval([2.0] * 5, [1.0] * 5) == pytest.approx(Interval(-INF, 2, INF))
-
-
-def test_stricter_level_needs_more_pairs() -> None:
-    assert ratio_interval([2.0] * 7, [1.0] * 7, level=0.99).hi == INF
-    assert ratio_interval([2.0] * 8, [1.0] * 8, level=0.99).hi == pytest.approx(2.0)
-
-
-def test_ratio_interval_holds_what_the_signed_rank_test_does_not_reject() -> None:
-    # The definition, by enumeration of all signs: a ratio is in the interval when neither tail is <= 2.5 %.
-    logs = np.array([0.31, -0.12, 0.05, 0.44, 0.27, -0.02, 0.18])
-    n = len(logs)
-    null = Counter(
-        sum(rank for rank, sign in zip(range(1, n + 1), signs, strict=True) if sign)
-        for signs in product((0, 1), repeat=n)
-    )
-
-    def accepted(shift: float) -> bool:
-        distance = logs - shift
-        ranks = np.argsort(np.argsort(np.abs(distance))) + 1
-        t = int(ranks[distance > 0].sum())
-        below = sum(count for value, count in null.items() if value <= t) / 2**n
-        above = sum(count for value, count in null.items() if value >= t) / 2**n
-        return bool(min(below, above) > 0.025)
-
-    found = ratio_interval(np.exp(logs), np.ones(n))
-    lo, hi = math.log(found.lo), math.log(found.hi)
-    assert accepted(lo + 1e-6)
-    assert accepted(hi - 1e-6)
-    assert not accepted(lo - 1e-6)
-    assert not accepted(hi + 1e-6)
-
-
-def test_swapping_the_sides_inverts_the_interval() -> None:
-    rng = np.random.default_rng(2)
-    a, b = rng.lognormal(size=(2, 9))
-    forth, back = ratio_interval(a, b), ratio_interval(b, a)
-    assert (1 / back.hi, 1 / back.point, 1 / back.lo) == pytest.approx(forth)
-
-
-def test_blocks_with_one_side_unmeasured_are_left_out() -> None:
-    a, b = [2.0] * 6 + [math.nan], [1.0] * 6 + [5.0]
-    assert ratio_interval(a, b) == pytest.approx(Interval(2, 2, 2))
-
-
-@pytest.mark.parametrize(("a", "b"), [([], []), ([0.0] * 8, [1.0] * 8), ([1.0] * 8, [0.0] * 8)])
-def test_what_has_no_ratio_is_unbounded(a: list[float], b: list[float]) -> None:
-    found = ratio_interval(a, b)
-    assert (found.lo, found.hi) == (-INF, INF)
-    assert math.isnan(found.point)
-
-
-def test_sides_of_different_length_are_refused() -> None:
-    with pytest.raises(InputError, match="same blocks"):
-        ratio_interval([1.0, 2.0], [1.0])

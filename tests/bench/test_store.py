@@ -324,3 +324,49 @@ def test_a_cell_killed_anywhere_is_not_there_and_can_be_measured_again(tmp_path:
 
 
 # --- compacting -------------------------------------------------------------------------------------------
+
+
+# --- files of other versions, and other processes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_column_that_an_older_file_lacks_reads_as_not_measured(tmp_path: Path, compacted: bool) -> None:
+    run = with_cells(tmp_path)
+    before = run.read_requests()
+    if compacted:
+        run.compact(SUMMARY, None)
+    for path in run.path.rglob("requests.parquet"):
+        old = pq.ParquetFile(path).read().drop_columns(["waiting_at_send", "chunk_tokens"])
+        pq.write_table(old, path)
+    read = RunFolder.open(run.path).read_requests()
+    assert list(read.columns) == REQUEST_SCHEMA.names
+    assert read[["waiting_at_send", "chunk_tokens"]].isna().all(axis=None)
+    assert read["sent_s"].tolist() == before["sent_s"].tolist()
+
+
+def test_cells_of_an_older_version_are_compacted_into_the_files_of_this_one(tmp_path: Path) -> None:
+    run = with_cells(tmp_path)
+    first = run.path / "cells" / f"{CELL}@1" / "requests.parquet"
+    pq.write_table(pq.ParquetFile(first).read().drop_columns(["chunk_tokens"]), first)
+    run.compact(SUMMARY, None)
+    schema = pq.ParquetFile(run.path / "requests.parquet").schema_arrow
+    assert schema.remove_metadata() == REQUEST_SCHEMA
+
+
+def test_a_run_that_is_being_measured_cannot_be_claimed_again(tmp_path: Path) -> None:
+    run = with_cells(tmp_path)
+    other = RunFolder.open(run.path)
+    with run.claimed():
+        with pytest.raises(InputError, match=r"^--resume .*run1': another process is measuring it"):
+            other.claimed().__enter__()
+        assert other.finished_cells() == run.finished_cells()  # reading it is free
+    with other.claimed():
+        assert hidden_files(run.path) == []  # nothing is left for a killed process to leave behind
+
+
+def test_a_claim_ends_with_what_was_done_under_it(tmp_path: Path) -> None:
+    run = with_cells(tmp_path)
+    with pytest.raises(KeyboardInterrupt), run.claimed():
+        raise KeyboardInterrupt
+    with run.claimed():
+        pass

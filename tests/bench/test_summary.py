@@ -8,21 +8,31 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.records import Outcome
 from roseinfer.bench.stats import percentile
-from roseinfer.bench.summary import METRICS, SUMMARY_SCHEMA, limit_label, pooled, sort_cells, summarise
+from roseinfer.bench.summary import (
+    COMPLETED_METRICS,
+    SUMMARY_SCHEMA,
+    factor_text,
+    limit_label,
+    pooled,
+    sort_cells,
+    summarise,
+)
 from roseinfer.errors import RunError
+from tests.bench.load_shapes import bursts_over_background, closed_loop, served
 from tests.bench.rows import SERVER_START_S, facts_by_cell, measured
 
 
-def summary_of(*repeats: pd.DataFrame) -> pd.DataFrame:
+def summary_of(*repeats: pd.DataFrame, goals: tuple[str, ...] = ()) -> pd.DataFrame:
     requests = pd.concat(repeats, ignore_index=True)
-    return summarise(requests, facts_by_cell(requests))
+    return summarise(requests, facts_by_cell(requests), goals=[parse_goal(goal) for goal in goals])
 
 
-def only(*repeats: pd.DataFrame) -> pd.Series[Any]:
+def only(*repeats: pd.DataFrame, goals: tuple[str, ...] = ()) -> pd.Series[Any]:
     """The pooled row of a summary of one cell."""
-    rows = pooled(summary_of(*repeats))
+    rows = pooled(summary_of(*repeats, goals=goals))
     assert len(rows) == 1
     return rows.iloc[0]
 
@@ -133,12 +143,83 @@ def test_admitted_requests_that_failed_count_for_add_request() -> None:
 def test_when_nothing_completed_figures_are_null() -> None:  # case D2, F7
     failed = with_outcome(measured(), range(8), "error")
     found = summary_of(failed.assign(reserved_s=np.nan, admitted_s=np.nan, released_s=np.nan))
+    metrics = [*COMPLETED_METRICS, "add_request", "reject", "time_to_timeout"]
     figures = [
-        f"{figure}_{metric}_ms" for metric in METRICS for figure in ("p50", "p95", "p99", "max", "mean")
+        f"{figure}_{metric}_ms" for metric in metrics for figure in ("p50", "p95", "p99", "max", "mean")
     ]
     assert found[figures].isna().all(axis=None)
-    assert (found[[f"n_{metric}" for metric in METRICS]] == 0).all(axis=None)
+    assert (found[[f"n_{metric}" for metric in metrics]] == 0).all(axis=None)
     assert found[["request_throughput", "output_throughput"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("outcome", ["error", "timeout"])
+def test_times_of_failures_are_a_statistic_of_their_own(outcome: str) -> None:  # case D6
+    row = only(with_outcome(measured(burst_size=8, service_s=0.010), range(7, 8), outcome))
+    assert (row[f"n_time_to_{outcome}"], row["n_e2el"]) == (1, 7)
+    ended_s, sent_s = 0.010 + 8 * 0.010 + 0.002 + 0.0002, 7 * 20e-6
+    assert row[f"p99_time_to_{outcome}_ms"] == pytest.approx(1e3 * (ended_s - sent_s))
+
+
+def test_refusals_and_timeouts_are_two_distributions() -> None:  # case D11
+    burst = measured(burst_size=200, limit=100)
+    late = burst["request_index"] < 50
+    burst.loc[late, ["outcome", "ended_s"]] = ["timeout", 30.0]
+    row = only(burst)
+    assert (row["n_reject"], row["n_time_to_timeout"], row["n_ttft"]) == (100, 50, 50)
+    assert row["p99_reject_ms"] == pytest.approx(0.004)
+    assert row["p50_time_to_timeout_ms"] == pytest.approx(30_000, rel=1e-3)
+
+
+def test_errors_do_not_enter_a_percentile_as_infinity() -> None:  # case D13
+    row = only(with_outcome(measured(burst_size=200), range(4), "error"))
+    assert row["n_ttft"] == 196
+    assert np.isfinite(row["p99_ttft_ms"])
+    assert row["error_rate"] == 0.02
+
+
+def test_what_was_still_running_at_the_end_is_neither_completed_nor_error() -> None:  # case D9
+    row = only(with_outcome(measured(burst_size=8), range(2), "incomplete"))
+    assert (row["completed"], row["error"], row["incomplete"], row["offered"]) == (6, 0, 2, 8)
+    assert row["error_rate"] == 0.25
+    assert row["request_throughput"] == pytest.approx(6 / row["duration_s"])
+
+
+def test_the_error_rate_counts_errors_timeouts_and_the_incomplete_of_the_offered() -> None:  # case D1
+    burst = measured(burst_size=8, limit=4).assign(
+        outcome=["error", "timeout", "incomplete", "completed"] + ["rejected"] * 4
+    )
+    assert only(burst)["error_rate"] == 3 / 8
+
+
+# --- goodput
+
+
+def test_goodput_divides_by_offered() -> None:  # case D4
+    row = only(measured(burst_size=100, limit=60), goals=("ttft:1000",))
+    assert (row["offered"], row["rejected"], row["good"], row["good_share"]) == (100, 40, 60, 0.6)
+    assert row["request_goodput"] == pytest.approx(60 / row["duration_s"])
+
+
+def test_refusing_more_never_raises_the_share_served() -> None:  # case D3, D4
+    rows = [only(measured(burst_size=100, limit=limit), goals=("ttft:205",)) for limit in (10, 20, 60, None)]
+    assert [row["p99_ttft_ms"] for row in rows] == sorted(row["p99_ttft_ms"] for row in rows)
+    assert [row["good"] for row in rows] == [10, 19, 19, 19]
+
+
+def test_goodput_of_repeats_adds_up() -> None:
+    found = summary_of(measured(), measured(repeat=1, service_s=0.02), goals=("ttft:95",))
+    assert found["good"].tolist() == [8, 4, 12]
+    assert found["good_share"].tolist() == [1.0, 0.5, 0.75]
+
+
+def test_without_goals_there_is_no_goodput() -> None:
+    assert summary_of(measured())[["good", "good_share", "request_goodput"]].isna().all(axis=None)
+
+
+def test_when_nothing_completed_there_is_no_goodput() -> None:  # case D2
+    row = only(with_outcome(measured(), range(8), "error"), goals=("ttft:95",))
+    assert (row["good"], row["good_share"]) == (0, 0.0)
+    assert np.isnan(row["request_goodput"])
 
 
 # --- figures
@@ -203,6 +284,46 @@ def test_a_single_stall_shows_as_the_largest_gap() -> None:  # case E7
     row = only(stalled)
     assert row["max_itl_ms"] == pytest.approx(1000.0)
     assert row["p99_itl_ms"] == pytest.approx(10.0)
+
+
+def test_the_largest_gap_of_every_request_counts_once() -> None:  # case E7
+    burst = measured(burst_size=20, output_tokens=5, token_gap_s=0.010)
+    stalled = list(burst["token_times_s"])
+    stalled[7] = stalled[7] + np.array([0, 0, 1.0, 1.0, 1.0])
+    row = only(burst.assign(token_times_s=stalled))
+    assert (row["n_itl"], row["n_largest_itl"]) == (80, 20)
+    assert row["p50_largest_itl_ms"] == pytest.approx(10.0)
+    assert row["max_largest_itl_ms"] == row["max_itl_ms"] == pytest.approx(1010.0)
+
+
+def test_gaps_of_tokens_and_of_deliveries_are_two_metrics() -> None:  # case E2, E11
+    # Six tokens 10 ms apart, three to a delivery.
+    tokens_s = np.array([0.10, 0.11, 0.12, 0.13, 0.14, 0.15])
+    burst = measured(burst_size=1, output_tokens=6).assign(received_first_s=0.12, received_last_s=0.15)
+    burst["token_times_s"], burst["chunk_times_s"] = pd.Series([tokens_s]), pd.Series([tokens_s[[2, 5]]])
+    row = only(burst)
+    assert (row["n_itl"], row["n_chunk_gap"]) == (5, 1)
+    assert row["p50_itl_ms"] == pytest.approx(10.0)
+    assert row["p50_chunk_gap_ms"] == pytest.approx(30.0)
+    assert row["p50_tpot_ms"] == pytest.approx(30.0 / 5)
+
+
+def test_an_answer_without_tokens_has_no_latency() -> None:  # case E14
+    silent = {
+        "output_tokens": 0,
+        "received_first_s": np.nan,
+        "received_last_s": np.nan,
+        "token_times_s": None,
+    }
+    row = only(measured(burst_size=1).assign(**silent))
+    assert (row["completed"], row["n_ttft"], row["n_tpot"], row["n_itl"]) == (1, 0, 0, 0)
+
+
+def test_the_latencies_of_a_burst_are_left_as_they_are() -> None:  # case F11
+    # A correction for a fixed interval would add values below the slow ones.
+    row = only(measured(burst_size=64))
+    assert row["n_ttft"] == 64
+    assert row["mean_ttft_ms"] == pytest.approx(10.1 + 10 * 65 / 2)
 
 
 def test_throughput_runs_from_first_send_to_last_received() -> None:
@@ -280,3 +401,107 @@ def test_one_repeat_leaves_the_pooled_p99_unbounded() -> None:
 def test_rows_of_single_repeats_have_no_intervals() -> None:
     found = summary_of(measured(), measured(repeat=1))
     assert found.iloc[:2].filter(regex="median|_lo$|_hi$").isna().all(axis=None)
+
+
+# --- warm-up, start-up, recovery
+
+
+def settling(repeat: int = 0, late: int = 40, **factors: Any) -> pd.DataFrame:
+    """TTFT is 1 s for the first `late` of 200 requests and 10 ms from there on."""
+    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0, repeat=repeat, **factors)
+    first_s = rows["scheduled_s"] + np.where(rows["request_index"] < late, 1.0, 0.01)
+    return rows.assign(received_first_s=first_s)
+
+
+def test_latencies_of_an_open_loop_leave_the_warm_up_out() -> None:
+    row = only(settling(), goals=("ttft:500",))
+    assert (row["warmup_cut"], row["steady"]) == (40, True)
+    assert (row["n_ttft"], row["n_e2el"], row["n_add_request"], row["n_itl"]) == (160, 160, 160, 160)
+    assert row["max_ttft_ms"] == pytest.approx(10.0)
+
+
+def test_outcomes_and_goodput_count_the_warm_up() -> None:
+    row = only(settling(), goals=("ttft:500",))
+    assert (row["offered"], row["completed"], row["good"], row["good_share"]) == (200, 200, 160, 0.8)
+
+
+def test_each_repeat_is_cut_on_its_own_and_the_pooled_row_has_the_sum() -> None:
+    found = summary_of(settling(), settling(repeat=1, late=10))
+    assert found["warmup_cut"].tolist() == [40, 10, 50]
+    assert found["n_ttft"].tolist() == [160, 190, 350]
+
+
+def test_a_run_without_a_steady_part_is_not_cut_and_says_so() -> None:
+    rows = settling()
+    growing = rows.assign(received_first_s=rows["scheduled_s"] * 1.5 + 0.01)
+    found = summary_of(growing, settling(repeat=1))
+    assert found["steady"].tolist() == [False, True, False]
+    assert found["warmup_cut"].tolist() == [0, 40, 40]
+
+
+@pytest.mark.parametrize("rows", [measured, closed_loop, bursts_over_background])
+def test_other_loads_have_no_warm_up(rows: Any) -> None:
+    assert summary_of(rows())[["warmup_cut", "steady"]].isna().all(axis=None)
+
+
+def test_recovery_is_the_median_over_all_bursts() -> None:
+    found = summary_of(bursts_over_background([None]))
+    assert found["recovery_s"].between(0.05, 0.5).all()
+    assert summary_of(measured())["recovery_s"].isna().all()
+
+
+def test_a_burst_that_never_recovers_has_no_recovery_time() -> None:
+    rows = bursts_over_background([None])
+    after = rows["scheduled_s"] >= 0.99
+    stuck = rows.assign(first_scheduled_s=rows["first_scheduled_s"] + 10 * after)
+    assert np.isnan(only(stuck)["recovery_s"])
+
+
+def test_p99_after_the_start_leaves_the_first_request_of_each_user_out() -> None:  # case C12
+    rows = closed_loop(users=3, n=60)
+    rows.loc[rows["request_index"] < 3, "received_first_s"] += 5.0
+    facts = {key: replace(known, max_concurrency=3) for key, known in facts_by_cell(rows).items()}
+    row = pooled(summarise(rows, facts)).iloc[0]
+    assert row["p99_ttft_ms"] > 5_000
+    assert row["p99_ttft_after_start_ms"] == pytest.approx(1e3 * (3 * 0.02 - 0.01))
+
+
+def test_only_a_closed_loop_has_a_start() -> None:
+    assert summary_of(measured())["p99_ttft_after_start_ms"].isna().all()
+
+
+# --- how many repeats
+
+
+def test_repeats_needed_follow_from_the_spread_of_the_p99s() -> None:
+    repeats = [measured(repeat=r, service_s=s) for r, s in enumerate([0.010, 0.012, 0.014, 0.016])]
+    found = summary_of(*repeats)
+    s = np.std(np.log(found["p99_ttft_ms"].iloc[:4]), ddof=1)
+    needed = found["repeats_needed"].iloc[4]
+    assert needed == np.ceil(2 * s**2 / (np.log(1.15 / 1.10) / 1.28) ** 2)
+    assert needed > 6
+
+
+def test_no_comparison_takes_fewer_repeats_than_an_interval() -> None:
+    assert only(measured(), measured(repeat=1))["repeats_needed"] == 6
+
+
+def test_one_repeat_does_not_say_how_many_are_needed() -> None:
+    assert np.isnan(only(measured())["repeats_needed"])
+    assert summary_of(measured(), measured(repeat=1))["repeats_needed"].iloc[:2].isna().all()
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("factor", "value", "text"),
+    [
+        ("request_rate", 0.3, "requests/s 0.3"),  # case H1
+        ("request_rate", 12.0, "requests/s 12"),
+        ("burst_size", 1_000_000, "burst 1000000"),
+        ("prompt_len", 32.0, "prompt tokens 32"),
+    ],
+)
+def test_factors_are_named_with_their_values(factor: str, value: float, text: str) -> None:
+    assert factor_text(factor, value) == text

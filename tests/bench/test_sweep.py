@@ -16,8 +16,9 @@ import roseinfer.bench as rb
 from roseinfer.bench import sweep
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.records import TTFT_PARTS
+from roseinfer.bench.rows import CellResult
 from roseinfer.bench.store import RunFolder
-from roseinfer.bench.target import CellResult, InProcessTarget
+from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource
 from tests.bench.experiments import WORDS, WordTokenizer, experiment
 from tests.bench.stored import cleared
@@ -41,6 +42,7 @@ class Lab:
         self.source = WorkloadSource(
             self.experiment, WordTokenizer(), vocab_size=len(WORDS), max_model_len=4096
         )
+        self.target = InProcessTarget(self.engine, self.experiment)
         self.folder = folder
         self.bursts: list[tuple[Cell, Workload]] = []
         self.progress: list[str] = []
@@ -56,7 +58,7 @@ class Lab:
         self.progress.append(doing if done is None else f"{done}/{total} {doing}")
 
     def measure(self, folder: RunFolder) -> None:
-        sweep.measure(self.experiment, self.engine, self.source, folder, self.tell)
+        sweep.measure(self.experiment, self.target, self.source, folder, self.tell)
 
     def measured(self) -> list[str]:
         return [cell.cell_id for cell, _ in self.bursts]
@@ -126,7 +128,7 @@ def test_all_limits_of_a_repeat_get_the_same_requests_and_repeats_others(lab: La
 
 def test_warm_up_is_not_recorded_and_its_prompts_are_not_measured(lab: Lab) -> None:  # case I3
     folder = lab.create()
-    sweep.warm_up(lab.experiment, lab.engine, lab.source, lab.tell)
+    sweep.warm_up(lab.experiment, lab.target, lab.source, lab.tell)
     warm = {str(prompt) for _, workload in lab.bursts for prompt in workload.prompts}
     lab.bursts.clear()
     lab.measure(folder)
@@ -140,13 +142,13 @@ def test_the_warm_up_fills_a_batch_but_no_more(
     lab: Lab, flags: dict[str, Any], limit: int
 ) -> None:  # case I4
     made = Lab(lab.folder, max_inflight="1", **flags)  # however low the limits are that will be measured
-    sweep.warm_up(made.experiment, made.engine, made.source, made.tell)
+    sweep.warm_up(made.experiment, made.target, made.source, made.tell)
     assert [cell.max_inflight for cell, _ in lab.bursts] == [limit]
 
 
 def test_every_shape_is_warmed_up_in_every_warm_up_run(tmp_path: Path, lab: Lab) -> None:
     made = Lab(tmp_path, burst_size="2,3", warmup_runs=2)
-    sweep.warm_up(made.experiment, made.engine, made.source, made.tell)
+    sweep.warm_up(made.experiment, made.target, made.source, made.tell)
     assert [cell.burst_size for cell, _ in lab.bursts] == [2, 3, 2, 3]
     assert made.progress == ["warm-up 1/2", "warm-up 2/2"]
     seeds = [workload.prompt_seed for _, workload in lab.bursts]
@@ -208,7 +210,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = made.create()
     made.measure(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
+        patch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
         sweep.conclude(folder, made.source.table())
     return folder
 

@@ -11,17 +11,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.admission import Admission
+from roseinfer.bench.client import Client, Played
 from roseinfer.bench.environment import GcPause
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
 from roseinfer.bench.report import burst_report
+from roseinfer.bench.rows import Attempt, CellResult
 from roseinfer.bench.store import _table
-from roseinfer.bench.target import LONGEST_PAUSES, CellResult, InProcessTarget, _gc_notes
+from roseinfer.bench.target import LONGEST_PAUSES, InProcessTarget, _gc_notes
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RunError
 from roseinfer.executor import Clock, StepPlan
-from roseinfer.manager import Prompt
+from roseinfer.manager import Prompt, SchedulerManager
 from roseinfer.request import TokenEvent
 from roseinfer.stream import Mailbox
 from tests.bench.experiments import burst, cell_of, experiment, workload
@@ -38,8 +41,8 @@ REFUSED_ONLY = ["rejected_s", "reject_reason", "reject_stage"]
 @pytest.fixture(autouse=True)
 def _slow_senders_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast a loaded machine sends is not what these tests ask."""
-    monkeypatch.setattr("roseinfer.bench.validity._BURST_SPREAD_S", 60.0)
-    monkeypatch.setattr("roseinfer.bench.validity._SEND_LAG_S", 60.0)
+    monkeypatch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)
+    monkeypatch.setattr("roseinfer.bench.pacing._SEND_LAG_S", 60.0)
 
 
 def run(
@@ -283,7 +286,7 @@ def test_spaced_requests_are_sent_when_they_are_due_whatever_the_server_does() -
     engine = ScriptedEngine()
     made = experiment(num_requests=5, submit_interval_ms=4.0, max_batch_size=4)
     load = burst(engine, 5)._replace(
-        scheduled_s=np.linspace(0, 0.016, 5)
+        scheduled_s=np.linspace(0, 0.016, 5), arrival="constant"
     )  # the first is not served before the last is sent
     rows = measured(engine, made, load).requests
     assert rows["scheduled_s"].tolist() == pytest.approx([0.0, 0.004, 0.008, 0.012, 0.016])
@@ -295,13 +298,15 @@ def test_spaced_requests_are_sent_when_they_are_due_whatever_the_server_does() -
 
 
 def test_factors_say_what_the_cell_was() -> None:
-    rows = run(4, limit=3)[0].requests
+    rows = run(4, limit=3, prompt="hello")[0].requests
     expected = {
         "target": "in-process",
         "admission": "inflight:3",
         "max_inflight": 3,
         "burst_size": 4,
         "prompt_len": 5,
+        "output_len": 4,
+        "arrival": "burst",
     }
     for name, value in expected.items():
         assert (rows[name] == value).all(), name
@@ -315,7 +320,7 @@ def test_a_local_model_is_named_without_its_path(tmp_path: Any) -> None:
 
 def test_the_report_agrees_with_the_rows() -> None:
     result, made = run(8, limit=3)
-    report = burst_report(result.requests, made, "cpu")
+    report = burst_report(result.requests, made, "builtin:gpt2", "cpu")
     assert "Requests: 3\nRejected: 5\nPrompt tokens (total): 15\nCompletion tokens (total): 6\n" in report
 
 
@@ -397,3 +402,62 @@ def test_of_the_collectors_pauses_the_longest_are_kept() -> None:
     assert notes["count"] == 20
     assert notes["total_s"] == pytest.approx(0.190)
     assert [pause["start_s"] for pause in notes["longest"]] == [19.0, 18.0, 17.0, 16.0, 15.0][:LONGEST_PAUSES]
+
+
+# --- faults of the bookkeeping, made on purpose: the tool's own assertions catch them
+
+
+def test_a_slot_that_is_never_given_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    acknowledge, calls = SchedulerManager.acknowledge, iter(range(100))
+
+    def forgetful(self: SchedulerManager, request_id: int) -> None:
+        if next(calls) != 2:
+            acknowledge(self, request_id)
+
+    monkeypatch.setattr(SchedulerManager, "acknowledge", forgetful)
+    result, _ = run(6)
+    assert any(
+        "1 slot taken and never released" in reason for reason in check_cell(result.requests, result.facts)
+    )
+
+
+def test_a_limit_that_lets_one_more_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Admission.__init__
+    monkeypatch.setattr(Admission, "__init__", lambda self, limit: init(self, limit + 1))
+    result, _ = run(8, limit=3)
+    reasons = check_cell(result.requests, result.facts)
+    assert "4 requests were in flight at once, the limit is 3" in reasons
+    assert "a burst of 8 met limit 3: 5 refusals were due, 4 were counted" in reasons
+
+
+def test_slots_that_are_counted_wrongly_over_time_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_flight_for_longer(self: Admission, now: float) -> None:
+        self._integral_s += 1.0
+
+    monkeypatch.setattr(Admission, "_integrate", in_flight_for_longer)
+    result, _ = run(4)
+    assert any("request-seconds in flight" in reason for reason in check_cell(result.requests, result.facts))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda attempts: attempts[:-1], "1 offered request of 6 without a row (request_index 5)"),
+        (
+            lambda attempts: [*attempts, attempts[0]],
+            "1 row of requests that were never offered (request_index 6)",
+        ),
+    ],
+)
+def test_a_row_too_few_or_too_many_is_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[list[Attempt]], list[Attempt]], says: str
+) -> None:  # case D8
+    play = Client.play
+
+    def faulty(self: Client) -> Played:
+        played = play(self)
+        return played._replace(attempts=fault(played.attempts))
+
+    monkeypatch.setattr(Client, "play", faulty)
+    result, _ = run(6)
+    assert says in check_cell(result.requests, result.facts)

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.bench.pacing import slots_freed_during_burst
 from roseinfer.bench.records import derive
-from roseinfer.bench.validity import CellFacts, check_cell, slots_freed_during_burst
+from roseinfer.bench.validity import CellFacts, check_cell
 from tests.bench.rows import facts_of, measured
 
 
@@ -46,6 +48,112 @@ def test_derived_columns_do_not_disturb_the_check() -> None:
 def test_facts_survive_their_json() -> None:
     facts = facts_of(measured(limit=None))
     assert CellFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+def test_facts_of_runs_before_the_clients_bound_was_known_can_be_read() -> None:
+    facts = facts_of(measured(limit=3))
+    fields = {name: value for name, value in facts.to_json().items() if "outstanding" not in name}
+    del fields["max_concurrency"]
+    assert CellFacts.from_json(fields) == facts
+
+
+# --- loads of other shapes: each fault of the bookkeeping is found in all of them
+
+
+def closed_loop() -> tuple[pd.DataFrame, CellFacts]:
+    """Three users, who send one request after another."""
+    rows = measured(burst_size=12, interval_s=0.012, service_s=0.001).assign(
+        arrival="closed", burst_size=None
+    )
+    rows = rows.assign(scheduled_s=rows["sent_s"], permitted_s=rows["sent_s"])
+    return rows, replace(facts_of(rows), max_concurrency=3, peak_outstanding=3)
+
+
+def capped_schedule() -> tuple[pd.DataFrame, CellFacts]:
+    """A cap that held back what came last until the end of the duration, and a request that timed out."""
+    rows = measured(burst_size=200, interval_s=0.02)
+    unsent = rows["request_index"] >= 199
+    stamps = [name for name in rows.columns if name.endswith("_s") and name not in {"scheduled_s", "ended_s"}]
+    rows[stamps] = rows[stamps].mask(unsent)
+    rows["outcome"] = rows["outcome"].mask(unsent, "incomplete")
+    rows["error"] = rows["error"].mask(
+        unsent, "not sent: --max-concurrency 2 was reached until --duration ended"
+    )
+    rows = change(rows, 5, "outcome", "timeout")
+    return rows, replace(facts_of(rows), max_concurrency=2, peak_outstanding=2)
+
+
+def periodic_bursts() -> tuple[pd.DataFrame, CellFacts]:
+    rows = measured(burst_size=8, limit=3)
+    second = rows["request_index"] >= 4
+    stamps = [name for name in rows.columns if name.endswith("_s") and name != "token_times_s"]
+    rows.loc[second, stamps] += 1.0
+    rows = rows.assign(burst_size=4)
+    return rows, replace(facts_of(rows), inflight_at_start=1)  # the law is for other tests
+
+
+SHAPES = [closed_loop, capped_schedule, periodic_bursts]
+Shape = Callable[[], tuple[pd.DataFrame, CellFacts]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_faultless_loads_of_every_shape_are_valid(shape: Shape) -> None:
+    assert check_cell(*shape()) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lost_and_doubled_rows_are_found_in_every_shape(shape: Shape) -> None:  # case D8
+    rows, facts = shape()
+    (first, last) = rows["request_index"].iloc[[0, -1]]
+    for index in (first, last):  # the last was never sent, of the shape with a cap
+        assert f"1 offered request of {len(rows)} without a row (request_index {index})" in check_cell(
+            rows[rows["request_index"] != index], facts
+        )
+        doubled = pd.concat([rows, rows[rows["request_index"] == index]], ignore_index=True)
+        assert f"1 request with more than one row (request_index {index})" in check_cell(doubled, facts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slots_and_stages_are_checked_in_every_shape(shape: Shape) -> None:
+    rows, facts = shape()
+    leaked = check_cell(change(rows, 2, "released_s", np.nan), facts)
+    assert "1 slot taken and never released (request_index 2)" in leaked
+    assert any("request-seconds in flight" in reason for reason in leaked)
+    over = check_cell(rows, replace(facts, limit=2, peak_inflight=3))
+    assert "3 requests were in flight at once, the limit is 2" in over
+    early = check_cell(change(rows, 1, "first_token_s", 0.0), facts)
+    assert any("stages out of order: first_token_s before" in reason for reason in early)
+
+
+# --- the client's own bound
+
+
+def test_more_outstanding_than_the_client_allows_is_found() -> None:  # cases C7, K7
+    rows, facts = closed_loop()
+    reason = the_reason(rows, replace(facts, peak_outstanding=4))
+    assert reason == "4 requests were outstanding at once, the client's own limit is 3"
+
+
+def test_a_closed_loop_that_never_reached_its_level_is_found() -> None:  # case K2
+    rows, facts = closed_loop()
+    reason = the_reason(rows, replace(facts, max_concurrency=8))
+    assert reason == "at most 3 requests were outstanding at once, a closed loop of 8 users was asked for"
+
+
+def test_a_closed_loop_of_fewer_requests_than_users_cannot_reach_its_level() -> None:
+    rows, facts = closed_loop()
+    assert check_cell(rows, replace(facts, max_concurrency=50, peak_outstanding=12)) == []
+
+
+def test_a_closed_loop_that_is_refused_cannot_reach_its_level() -> None:
+    rows, facts = closed_loop()
+    refused = change(rows, 11, "outcome", "rejected")
+    assert check_cell(refused, replace(facts, max_concurrency=8)) == []
+
+
+def test_a_cap_on_a_schedule_need_not_bind() -> None:
+    rows, facts = capped_schedule()
+    assert check_cell(rows, replace(facts, max_concurrency=8)) == []
 
 
 # --- rows
@@ -241,6 +349,15 @@ def test_a_short_span_may_differ_by_the_lag_that_is_allowed() -> None:
 
 
 # --- failures
+
+
+def test_what_was_never_sent_says_why_in_the_verdict() -> None:  # case K7
+    rows, facts = capped_schedule()
+    reason = the_reason(change(change(rows, 7, "outcome", "error"), 8, "outcome", "error"), facts)
+    assert reason == (
+        "2 of 200 requests ended in error and 1 stayed incomplete (1 not sent: --max-concurrency 2 was reached until"
+        " --duration ended), more than 1 % together"
+    )
 
 
 @pytest.mark.parametrize("outcome", ["error", "incomplete"])

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.bench.load import CLOSED_LOOP_MOST
+from roseinfer.bench.prompts import PromptMaker
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
 from roseinfer.errors import InputError
 from tests.bench.experiments import WORDS, WordTokenizer, experiment
+
+TRACES = Path(__file__).parent / "traces"
+AZURE = TRACES / "azure_llm_2023_conv.csv"
+MOONCAKE = TRACES / "mooncake_conversation_lengths.csv"
 
 
 def source(max_model_len: int = 1024, **flags: Any) -> WorkloadSource:
@@ -23,16 +30,16 @@ def draw(limit: str = "0", repeat: int = 0, **flags: Any) -> Workload:
     return made.draw(made._experiment.cells[0], repeat)
 
 
-def same(a: Workload, b: Workload) -> bool:
-    return str(a) == str(b)  # shorter than what numpy would shorten
+def contents(workload: Workload) -> str:
+    return str(workload._replace(prompts=list(workload.prompts)))  # shorter than what numpy would shorten
 
 
 def test_all_limits_get_the_same_requests() -> None:  # case C5
-    assert same(draw("0"), draw("4"))
+    assert contents(draw("0")) == contents(draw("4"))
 
 
 def test_two_runs_of_one_seed_get_the_same_requests() -> None:  # case C5
-    assert same(draw(seed=7, repeat=1), draw(seed=7, repeat=1))
+    assert contents(draw(seed=7, repeat=1)) == contents(draw(seed=7, repeat=1))
 
 
 def test_another_seed_and_another_repeat_have_prompts_of_their_own() -> None:  # case C5
@@ -56,7 +63,120 @@ def test_spaced_requests_are_due_where_the_interval_says() -> None:  # case C6
 
 
 def test_a_burst_is_due_at_once() -> None:
-    assert draw().scheduled_s.tolist() == [0.0] * 6
+    due_s = draw().scheduled_s
+    assert due_s is not None
+    assert due_s.tolist() == [0.0] * 6
+
+
+def test_a_closed_loop_has_requests_but_no_times() -> None:
+    drawn = draw(burst_size=None, max_concurrency=2, num_requests=5)
+    assert drawn.scheduled_s is None
+    assert drawn.arrival == "closed"
+    assert len(drawn.prompts) == len(drawn.prompt_tokens) == 5
+    assert len(draw(burst_size=None, max_concurrency=2, duration=5.0).prompt_tokens) == CLOSED_LOOP_MOST
+
+
+def test_a_trace_gives_its_arrivals_and_lengths() -> None:
+    drawn = draw(burst_size=None, prompt_len=None, trace=AZURE, length_scale=0.1, num_requests=3)
+    assert drawn.scheduled_s == pytest.approx([0, 4.314579, 4.541877])
+    assert drawn.prompt_tokens.tolist() == [37, 40, 88]
+    assert drawn.output_tokens.tolist() == [4, 11, 6]
+    assert [len(str(prompt).split()) for prompt in drawn.prompts] == [37, 40, 88]
+    assert drawn.arrival == "trace"
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompts", "outputs"),
+    [
+        ({"prompt_len": "8"}, [8, 8, 8], [4, 11, 6]),
+        ({"prompt": " ab cd"}, [2, 2, 2], [4, 11, 6]),
+        ({"max_new_tokens": "3"}, [37, 40, 88], [3, 3, 3]),
+    ],
+)
+def test_a_length_that_a_flag_names_takes_the_traces_place(
+    flags: dict[str, Any], prompts: list[int], outputs: list[int]
+) -> None:
+    traced: dict[str, Any] = {
+        "burst_size": None,
+        "prompt_len": None,
+        "trace": AZURE,
+        "length_scale": 0.1,
+        "num_requests": 3,
+    }
+    drawn = draw(**(traced | flags))
+    assert drawn.prompt_tokens.tolist() == prompts
+    assert drawn.output_tokens.tolist() == outputs
+
+
+def test_what_a_trace_went_through_is_said() -> None:
+    traced: dict[str, Any] = {
+        "burst_size": None,
+        "prompt_len": None,
+        "length_scale": 0.01,
+        "num_requests": 40,
+    }
+    (first, ticks) = source(trace=MOONCAKE, **traced).notes
+    assert first == "mooncake_conversation_lengths.csv: the first 40 of 60 requests, token counts times 0.01."
+    assert "random time" in ticks
+    assert source().notes == []
+
+
+def test_drawn_lengths_are_sent_exactly() -> None:  # case I1
+    drawn = draw(prompt_len_dist="uniform:0.5", output_len_dist="uniform:0.5", burst_size="200")
+    assert [len(str(prompt).split()) for prompt in drawn.prompts] == drawn.prompt_tokens.tolist()
+    assert set(drawn.prompt_tokens) == set(range(4, 13))
+    assert set(drawn.output_tokens) == set(range(2, 7))
+
+
+def test_drawn_lengths_are_cut_to_what_fits() -> None:
+    drawn = draw(prompt_len_dist="lognormal:0.5", burst_size="500", kv_cache_tokens=32)
+    spans = drawn.prompt_tokens + drawn.output_tokens
+    assert spans.max() == 32
+    assert drawn.prompt_tokens.min() >= 1
+
+
+def test_another_seed_changes_arrivals_lengths_and_texts() -> None:  # case C5
+    flags: dict[str, Any] = {
+        "burst_size": None,
+        "request_rate": "5",
+        "num_requests": 6,
+        "prompt_len_dist": "uniform:0.5",
+    }
+    first, again, other = (draw(seed=seed, output_len_dist="uniform:0.5", **flags) for seed in (1, 1, 2))
+    assert contents(first) == contents(again)
+    assert first.scheduled_s is not None
+    assert other.scheduled_s is not None
+    assert first.scheduled_s[1:].tolist() != other.scheduled_s[1:].tolist()
+    assert first.prompt_tokens.tolist() != other.prompt_tokens.tolist()
+    assert first.output_tokens.tolist() != other.output_tokens.tolist()
+    assert not set(first.prompts) & set(other.prompts)
+
+
+def test_prompts_share_the_prefix_asked_for_and_no_more() -> None:  # case I7
+    prompts = [str(prompt).split() for prompt in draw(prefix_len=5, burst_size="50").prompts]
+    assert len({tuple(words[:5]) for words in prompts}) == 1
+    assert len({words[5] for words in prompts}) > 30
+    assert {len(words) for words in prompts} == {8}
+
+
+def test_a_warm_up_has_a_prefix_of_its_own() -> None:  # case I3
+    prefixes = {
+        str(draw(prefix_len=5, repeat=repeat).prompts[0])[:14] for repeat in (0, 1, WARM_UP, WARM_UP + 1)
+    }
+    assert len(prefixes) == 4
+
+
+def test_without_a_tokenizer_there_are_lengths_but_no_prompts() -> None:
+    made = experiment(burst_size="6", prompt_len="8", prompt_len_dist="uniform:0.5")
+    drawn = WorkloadSource(made, None, vocab_size=0, max_model_len=64).draw(made.cells[0], 0)
+    assert len(drawn.prompts) == 0
+    assert drawn.prompt_tokens.tolist() == draw(prompt_len_dist="uniform:0.5").prompt_tokens.tolist()
+
+
+def test_the_table_makes_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = source()
+    monkeypatch.setattr(PromptMaker, "text", None)
+    assert len(made.table()) == 12
 
 
 def test_a_given_prompt_is_repeated_without_a_space() -> None:
@@ -68,7 +188,7 @@ def test_a_given_prompt_is_repeated_without_a_space() -> None:
 @pytest.mark.parametrize("flags", [{"prompt": " ab cd", "prompt_len": None}, {}])
 def test_pretok_sends_the_ids_of_the_same_text(flags: dict[str, Any]) -> None:
     texts, ids = draw(**flags).prompts, draw(pretok=True, **flags).prompts
-    assert ids == [WordTokenizer().encode(str(text)) for text in texts]
+    assert list(ids) == [WordTokenizer().encode(str(text)) for text in texts]
 
 
 def test_every_request_wants_the_cells_output_tokens() -> None:
@@ -85,7 +205,7 @@ def test_prompts_that_could_never_be_served_are_refused_at_once() -> None:  # ca
 def test_the_table_holds_every_request_of_every_shape_and_repeat_once() -> None:
     table = source(max_inflight="0,4", burst_size="3,5", prompt_len="8,9").table()
     assert len(table) == 2 * 2 * (3 + 5)  # repeats, prompt lengths; not limits
-    keys = ["repeat", "burst_size", "prompt_len", "output_len", "request_index"]
+    keys = ["repeat", "burst_size", "prompt_len", "output_len", "request_rate", "request_index"]
     assert not table.duplicated(keys).any()
     assert (table["prompt_tokens"] == table["prompt_len"]).all()
 
@@ -96,7 +216,18 @@ def test_the_table_keeps_the_text_only_where_the_user_gave_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"prompt_len": "9"}, {"max_new_tokens": "5"}, {"repeats": 3}]
+    "change",
+    [
+        {"seed": 1},
+        {"prompt_len": "9"},
+        {"max_new_tokens": "5"},
+        {"repeats": 3},
+        {"prefix_len": 2},
+        {"prompt_len_dist": "uniform:0.5"},
+        {"output_len_dist": "uniform:0.5"},
+        {"burst_size": None, "num_requests": 6, "request_rate": "5"},
+        {"burst_size": None, "num_requests": 6, "max_concurrency": 5},
+    ],
 )
 def test_the_hash_tells_workloads_apart(change: dict[str, Any]) -> None:
     assert workload_sha256(source().table()) == workload_sha256(source().table())

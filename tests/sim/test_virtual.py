@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.errors import PromptTooLongError, SchedulerManagerOverloadedError
+from roseinfer.errors import PromptTooLongError, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import Request, SamplingParams
 from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
 from roseinfer.stream import RequestStream
 from roseinfer.tokenizer_pool import TokenizerPool
-from tests.scripted import FakeClock, ScriptedEngine
+from tests.scripted import FakeClock, ScriptedEngine, spans_of
 
 StepSeconds = Callable[[StepPlan], float]
 
@@ -30,8 +30,17 @@ def a_second_a_token(plan: StepPlan) -> float:
     return float(sum(span.n_tokens for span in plan.spans))
 
 
+def fates(run: SimRun) -> list[Request | RoseinferError]:
+    """What became of every request, all of which were sent."""
+    return [sent.fate for sent in run.sent if sent is not None]
+
+
 def served(run: SimRun) -> list[Request]:
-    return [outcome for outcome in run.outcomes if isinstance(outcome, Request)]
+    return [fate for fate in fates(run) if isinstance(fate, Request)]
+
+
+def step_spans(run: SimRun) -> list[list[tuple[int, int, int]]]:
+    return [spans_of(step.plan) for step in run.steps]
 
 
 def burst(size: int, prompt_tokens: int = 4, max_new_tokens: int = 1) -> list[Arrival]:
@@ -67,7 +76,7 @@ def test_tokenising_delays_its_own_request_alone_and_keeps_its_place() -> None:
         Arrival(0.0, 4, 1),
     ]
     run = simulate(arrivals, SimLimits(max_batch_size=1), one_second)
-    assert run.step_spans == [[(1, 0, 4)], [(2, 0, 4)], [(0, 0, 4)], [(3, 0, 4)]]
+    assert step_spans(run) == [[(1, 0, 4)], [(2, 0, 4)], [(0, 0, 4)], [(3, 0, 4)]]
     assert [r.tokenized_s for r in served(run)] == [1.5, None, None, None]
 
 
@@ -75,17 +84,17 @@ def test_tokenising_delays_its_own_request_alone_and_keeps_its_place() -> None:
 @pytest.mark.parametrize("size", [1, 16, 17, 64, 200])
 def test_a_burst_of_b_at_limit_m_has_b_minus_m_refused(size: int, limit: int | None) -> None:
     run = simulate(burst(size), SimLimits(max_inflight_requests=limit), one_second)
-    refused = [o for o in run.outcomes if isinstance(o, SchedulerManagerOverloadedError)]
+    refused = [fate for fate in fates(run) if isinstance(fate, SchedulerManagerOverloadedError)]
     assert len(refused) == (0 if limit is None else max(0, size - limit))
     assert len(served(run)) == size - len(refused)
-    assert all(isinstance(o, Request) for o in run.outcomes[: len(served(run))])  # the first get in
+    assert all(isinstance(fate, Request) for fate in fates(run)[: len(served(run))])  # the first get in
     assert run.admission.counts().peak_inflight == size - len(refused)
 
 
 def test_an_arrival_at_the_moment_that_a_slot_comes_free_is_refused() -> None:
     """The order of events at equal times is part of the answer."""
     run = simulate([Arrival(0.0, 4, 1), Arrival(1.0, 4, 1)], SimLimits(max_inflight_requests=1), one_second)
-    assert isinstance(run.outcomes[1], SchedulerManagerOverloadedError)
+    assert isinstance(fates(run)[1], SchedulerManagerOverloadedError)
     later = [Arrival(0.0, 4, 1), Arrival(1.0 + 1e-9, 4, 1)]
     assert len(served(simulate(later, SimLimits(max_inflight_requests=1), one_second))) == 2
 
@@ -98,9 +107,11 @@ def test_a_limit_bounds_the_wait_and_changes_no_throughput_of_those_who_get_in()
     assert max(r.first_token_s or 0.0 for r in bound) == 64.0
 
 
-def test_an_arrival_that_can_never_be_served_is_an_error() -> None:
-    with pytest.raises(PromptTooLongError):
-        simulate([Arrival(0.0, 100, 100)], SimLimits(max_model_len=128), one_second)
+def test_an_arrival_that_can_never_be_served_fails_and_gives_its_slot_back() -> None:  # case A15
+    arrivals = [Arrival(0.0, 100, 100), Arrival(0.0, 4, 1)]
+    run = simulate(arrivals, SimLimits(max_model_len=128, max_inflight_requests=1), one_second)
+    assert isinstance(fates(run)[0], PromptTooLongError)
+    assert [r.request_id for r in served(run)] == [1]
 
 
 def test_the_answer_does_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:  # case C15
@@ -142,9 +153,10 @@ class Account(NamedTuple):
     counts: object
 
 
-def row_of(outcome: Request | SchedulerManagerOverloadedError) -> object:
+def row_of(outcome: Request | RoseinferError) -> object:
     if isinstance(outcome, SchedulerManagerOverloadedError):
         return outcome.limit, outcome.inflight, outcome.reason, outcome.retry_after_s
+    assert isinstance(outcome, Request)
     r = outcome
     return (
         *(r.reserved_s, r.tokenized_s, r.first_scheduled_s, r.first_token_s, r.last_token_s, r.finished_s),
@@ -153,7 +165,7 @@ def row_of(outcome: Request | SchedulerManagerOverloadedError) -> object:
 
 
 def account_of_run(run: SimRun) -> Account:
-    return Account([row_of(outcome) for outcome in run.outcomes], run.step_spans, run.admission.counts())
+    return Account([row_of(fate) for fate in fates(run)], step_spans(run), run.admission.counts())
 
 
 class ScriptedPool(TokenizerPool):
@@ -274,13 +286,13 @@ def test_tokenising_is_the_same_in_both_worlds() -> None:
 def test_a_short_kv_cache_is_the_same_in_both_worlds() -> None:
     arrivals = [Arrival(0.5 * i, 20 + 9 * (i % 5), 4) for i in range(20)]
     run = assert_same(arrivals, SimLimits(max_batch_size=8, kv_cache_tokens=128), one_second)
-    assert max(len(spans) for spans in run.step_spans) < 8  # it bound
+    assert max(len(spans) for spans in step_spans(run)) < 8  # it bound
 
 
 def test_chunked_prefill_is_the_same_in_both_worlds() -> None:
     limits = SimLimits(max_batch_size=4, max_num_batched_tokens=16)
     run = assert_same([Arrival(float(i), 50, 4) for i in range(8)], limits, one_second)
-    assert any(start > 0 and n > 1 for spans in run.step_spans for _, start, n in spans)
+    assert any(start > 0 and n > 1 for spans in step_spans(run) for _, start, n in spans)
 
 
 def test_steps_that_take_no_time_are_the_same_in_both_worlds() -> None:

@@ -1,0 +1,192 @@
+"""What differs between two runs: per cell and metric the ratio B / A with its interval, and an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roseinfer.bench.check import FALSE_ALARMS, collect_text, not_carried, repeats_wanted
+from roseinfer.bench.distributions import distance_between
+from roseinfer.bench.records import Outcome, derive
+from roseinfer.bench.sides import (
+    Comparison,
+    Side,
+    compare_cell,
+    differing_rows,
+    how_compared,
+    notes_on,
+    share_blocks,
+)
+from roseinfer.bench.stats import Interval
+from roseinfer.errors import InputError
+
+METRICS: Final = ("p99_ttft_ms", "p99_queue_wait_ms", "p50_ttft_ms", "output_throughput", "reject_rate")
+DISTRIBUTION: Final = "ttft_distribution"
+
+
+class Answer(StrEnum):
+    SAME = "SAME"
+    DIFFERENT = "DIFFERENT"
+    UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One metric in one cell. `figure` is the ratio B / A; `a` and `b` are the figures pooled over repeats.
+
+    For the distribution of TTFT there is no ratio, but `distance` (Kolmogorov-Smirnov) and its `p`.
+    """
+
+    cell: str
+    metric: str
+    answer: Answer
+    a: float = math.nan
+    b: float = math.nan
+    figure: Interval | None = None
+    distance: float | None = None
+    p: float | None = None
+    n: tuple[int, int]
+    repeats: tuple[int, int]
+    collect: int | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What `compare` found. `level` is that of every interval, SAME is within a factor of 1 + `margin`."""
+
+    a: str
+    b: str
+    how: str
+    level: float
+    margin: float
+    rows: Sequence[Difference]
+    notes: Sequence[str]
+
+
+def compare(a: Side, b: Side, *, margin: float = 0.10) -> Differences:
+    """Compares the cells that both have. Raises InputError where there is none, or `margin` is not above 0."""
+    if not 0 < margin < math.inf:
+        raise InputError("--margin", margin, "must be a number > 0")
+    if a.is_simulated != b.is_simulated:
+        raise InputError("B", b.name, "one of the runs is simulated, the other is not")
+    cells = [cell for cell in a.cells if cell in b.cells]
+    if not cells:
+        raise InputError("B", b.name, f"has no cell in common with {a.name}")
+    notes = notes_on(b, a)
+    for side, other in ((a, b), (b, a)):
+        lone = [str(row["label"]) for cell, row in side.cells.items() if cell not in other.cells]
+        if lone:
+            notes.append(f"only in {side.name}: {'; '.join(lone)}")
+        reason = side.invalid_reason()
+        if reason is not None:
+            notes.append(f"INVALID: {side.name}: {reason}")
+    if b.is_simulated:
+        differing, of, first = differing_rows(b, a)
+        where = "" if first is None else f", the first: {first}"
+        notes.insert(0, f"{differing} of {of} simulated requests differ{where}")
+    level = 1 - FALSE_ALARMS / (len(cells) * len(METRICS))
+    rows = []
+    for cell in cells:
+        rows += [_metric(a, b, cell, metric, level, margin) for metric in METRICS]
+        if not b.is_simulated:
+            rows.append(_distribution(a, b, cell, FALSE_ALARMS / len(cells)))
+    return Differences(a.name, b.name, how_compared(b, a), level, margin, rows, notes)
+
+
+def _metric(a: Side, b: Side, cell: str, metric: str, level: float, margin: float) -> Difference:
+    label = str(b.cells[cell]["label"])
+    n = (a.count(cell, metric), b.count(cell, metric))
+    values = a.pooled_value(cell, metric), b.pooled_value(cell, metric)
+    for side, value in zip((a, b), values, strict=True):
+        if math.isnan(value):
+            repeats = (len(a.values(cell, metric)), len(b.values(cell, metric)))
+            return Difference(
+                cell=label,
+                metric=metric,
+                answer=Answer.UNKNOWN,
+                a=values[0],
+                b=values[1],
+                n=n,
+                repeats=repeats,
+                remark=f"not measured in {side.name}",
+            )
+    comparison = compare_cell(b, a, cell, metric, level)
+    answer, collect = answer_of(comparison, margin)
+    remark = ""
+    if answer is Answer.UNKNOWN:
+        reason = not_carried(min(comparison.repeats), comparison.carries, level)
+        remark = "; ".join(filter(None, [reason, collect_text(collect)]))
+    return Difference(
+        cell=label,
+        metric=metric,
+        answer=answer,
+        a=values[0],
+        b=values[1],
+        figure=comparison.interval,
+        n=n,
+        repeats=(comparison.repeats[1], comparison.repeats[0]),
+        collect=collect,
+        remark=remark,
+    )
+
+
+def answer_of(comparison: Comparison, margin: float) -> tuple[Answer, int | None]:
+    """DIFFERENT: the interval excludes 1. SAME: it is within a factor of 1 + margin. Else the repeats to collect."""
+    lo, e, hi = comparison.interval
+    if lo > 1 or hi < 1:
+        return Answer.DIFFERENT, None
+    if lo >= 1 / (1 + margin) and hi <= 1 + margin:
+        return Answer.SAME, None
+    repeats = min(comparison.repeats)
+    if math.isnan(e):
+        return Answer.UNKNOWN, None
+    if lo == -math.inf:
+        return Answer.UNKNOWN, comparison.needed - repeats
+    off = abs(math.log(e))
+    towards_one = math.log(hi / e) if e < 1 else math.log(e / lo)
+    away = math.log(e / lo) if e < 1 else math.log(hi / e)
+    wanted = [
+        repeats_wanted(repeats, towards_one, off),
+        repeats_wanted(repeats, max(away, towards_one), math.log1p(margin) - off),
+    ]
+    known = [number for number in wanted if number is not None]
+    return Answer.UNKNOWN, max(min(known), comparison.needed) - repeats if known else None
+
+
+def _distribution(a: Side, b: Side, cell: str, alpha: float) -> Difference:
+    """Whether the distribution of TTFT differs, by whole repeats; it sees a change of spread that no ratio shows."""
+    paired = share_blocks(a, b)
+    values = [_ttfts_ms(side, cell) for side in (a, b)]
+    if paired:
+        both = values[0].keys() & values[1].keys()
+        values = [{repeat: side[repeat] for repeat in sorted(both)} for side in values]
+    left, right = ([*side.values()] for side in values)
+    found = distance_between(left, right, paired=paired, seed=int(a.manifest["seed"]))
+    # It cannot say that there is no difference: what it does not find is unknown.
+    answer = Answer.DIFFERENT if found.p <= alpha else Answer.UNKNOWN
+    return Difference(
+        cell=str(b.cells[cell]["label"]),
+        metric=DISTRIBUTION,
+        answer=answer,
+        distance=found.distance,
+        p=found.p,
+        n=(sum(map(len, left)), sum(map(len, right))),
+        repeats=(len(left), len(right)),
+        remark="" if answer is Answer.DIFFERENT else "no difference shown",
+    )
+
+
+def _ttfts_ms(side: Side, cell: str) -> dict[int, NDArray[np.float64]]:
+    rows = derive(side.requests[side.requests["cell_id"] == cell])
+    done = rows[rows["outcome"] == Outcome.COMPLETED]
+    return {
+        int(repeat): 1e3 * done.loc[done["repeat"] == repeat, "ttft_s"].dropna().to_numpy(dtype=np.float64)
+        for repeat in sorted(done["repeat"].unique())
+    }

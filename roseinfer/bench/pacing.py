@@ -1,0 +1,196 @@
+"""Was the load offered as it was drawn? What is due at once must be sent at once, the rest on schedule.
+
+Requests are "at once" that share their due time exactly: bursts, also on top of other arrivals. Those that the
+client's own cap held back were due when their permit came. A closed loop has no schedule to keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from roseinfer.bench.load import CLOSED
+from roseinfer.bench.records import derive
+from roseinfer.bench.stats import percentile
+
+ROUNDING_S: Final = 1e-6
+"""Stamps are differences from the cell's zero, and the schedule is arithmetic: equal moments may differ by rounding (a
+clock that counts a year of uptime resolves 4 ns).
+"""
+
+_BURST_SPREAD_S: Final = 5e-3
+_BURST_SPREAD_S_PER_REQUEST: Final = 150e-6
+_SEND_LAG_S: Final = 2e-3
+_SEND_LAG_SHARE_OF_TTFT: Final = 0.05
+_SENT_SPAN_SHARE: Final = 0.01
+_CONSTANT_GAP_CV: Final = 0.05
+_GAP_SHARE_OF_LAG: Final = 0.25
+"""Gaps that differ by less than this share of a lag that is no fault are no fault either, however short they are."""
+
+
+def check_pacing(requests: pd.DataFrame) -> list[str]:
+    """One sentence for every way in which the requests of one cell and repeat were not sent as drawn."""
+    if requests.empty or (requests["arrival"] == CLOSED).any():
+        return []
+    derived = requests if "send_lag_s" in requests else derive(requests)
+    was_sent = derived["sent_s"].notna().to_numpy()
+    was_held = (derived["cap_wait_s"] > ROUNDING_S).to_numpy()
+    in_burst = _are_at_once(derived) & was_sent & ~was_held
+    apart = was_sent & ~in_burst
+    found = [*_burst_spread(derived[in_burst]), *_lag(derived[apart])]
+    if was_sent.all() and not was_held.any():
+        found += _span(derived)
+    return found + _constant_gaps(derived[apart & ~was_held & (derived["arrival"] == "constant")])
+
+
+def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
+    """A burst of B on an idle server, with no slot freed meanwhile, is refused max(0, B - limit) times.
+
+    Judged burst by burst, where that holds and where nobody else asked for a slot at the same time.
+    """
+    bursts = _bursts(requests)
+    rejects = bursts.of["rejects"].to_numpy()
+    asked = bursts.of["asked"].to_numpy()
+    due = np.zeros_like(asked) if limit is None else np.maximum(0, asked - limit)
+    applies = (bursts.inflight_before == 0) & (bursts.freed_during == 0) & (bursts.strangers == 0)
+    wrong = np.flatnonzero(applies & (rejects != due))
+    if not wrong.size:
+        return []
+    first = wrong[0]
+    more = f" ({wrong.size - 1} more bursts like this)" if wrong.size > 1 else ""
+    met = "no limit" if limit is None else f"limit {limit}"
+    return [
+        f"a burst of {asked[first]} met {met}: {due[first]} refusals were due, {rejects[first]} were counted{more}"
+    ]
+
+
+def slots_freed_during_burst(requests: pd.DataFrame) -> int | None:
+    """How many slots came free before the last request of a burst had asked for one, summed over the bursts.
+
+    None where that question has no meaning: arrivals that are no burst, or nothing that asked for a slot.
+    Only where it is 0 does the number of refusals follow from the limit alone.
+    """
+    bursts = _bursts(requests)
+    return int(bursts.freed_during.sum()) if len(bursts.of) else None
+
+
+class _Bursts(NamedTuple):
+    """One row, or element, per burst of which somebody asked for a slot.
+
+    `of` has `asked` and `rejects`. The others count what was in flight at its first send, and, until its last request
+    had its answer, the slots that came free and the requests of others that asked.
+    """
+
+    of: pd.DataFrame
+    inflight_before: NDArray[np.int64]
+    freed_during: NDArray[np.int64]
+    strangers: NDArray[np.int64]
+
+
+def _bursts(requests: pd.DataFrame) -> _Bursts:
+    asked_s = requests[["reserved_s", "rejected_s"]].max(axis=1)
+    # The stamp of a reservation lies before it, what came of it after: a release between the two may have come first.
+    answered_s = requests[["reserved_s", "rejected_s", "admitted_s"]].max(axis=1)
+    frame = pd.DataFrame(
+        {
+            "due_s": requests["scheduled_s"],
+            "sent_s": requests["sent_s"],
+            "asked_s": asked_s,
+            "answered_s": answered_s,
+            "rejected_s": requests["rejected_s"],
+        }
+    )
+    bursts = (
+        frame[_are_at_once(requests) & asked_s.notna()]
+        .groupby("due_s")
+        .agg(
+            start_s=("sent_s", "min"),
+            end_s=("answered_s", "max"),
+            asked=("asked_s", "count"),
+            rejects=("rejected_s", "count"),
+        )
+    )
+    start_s, end_s = bursts["start_s"].to_numpy(), bursts["end_s"].to_numpy()
+    taken, freed, asks = (
+        _sorted(stamps) for stamps in (requests["reserved_s"], requests["released_s"], asked_s)
+    )
+    freed_before = np.searchsorted(freed, start_s, "left")
+    return _Bursts(
+        bursts,
+        inflight_before=np.searchsorted(taken, start_s, "left") - freed_before,
+        freed_during=np.searchsorted(freed, end_s, "right") - freed_before,
+        strangers=np.searchsorted(asks, end_s, "right")
+        - np.searchsorted(asks, start_s, "left")
+        - bursts["asked"].to_numpy(),
+    )
+
+
+def _are_at_once(requests: pd.DataFrame) -> NDArray[np.bool_]:
+    _, which, sizes = np.unique(requests["scheduled_s"].to_numpy(), return_inverse=True, return_counts=True)
+    arrival = requests["arrival"]
+    at_once: NDArray[np.bool_] = ((sizes[which] > 1) | (arrival == "burst")) & (arrival != CLOSED)
+    return np.asarray(at_once)
+
+
+def _burst_spread(sent: pd.DataFrame) -> list[str]:
+    bursts = sent.groupby("scheduled_s")["sent_s"].agg(["min", "max", "size"])
+    spread_s = (bursts["max"] - bursts["min"]).to_numpy()
+    size = bursts["size"].to_numpy()
+    allowed_s = np.maximum(_BURST_SPREAD_S, _BURST_SPREAD_S_PER_REQUEST * size)
+    slow = np.flatnonzero(spread_s > allowed_s)
+    if not slow.size:
+        return []
+    worst = slow[np.argmax(spread_s[slow])]
+    burst = f"the burst of {size[worst]} due at {bursts.index[worst]:.3f} s"
+    more = f" ({slow.size - 1} more bursts like this)" if slow.size > 1 else ""
+    return [f"{burst} took {_ms(spread_s[worst])} to send, more than {_ms(allowed_s[worst])}{more}"]
+
+
+def _lag(sent: pd.DataFrame) -> list[str]:
+    lag_s = percentile(sent["send_lag_s"], 99)
+    ttft_s = percentile(sent["ttft_s"], 99)
+    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * ttft_s))
+    if not lag_s > allowed_s:
+        return []
+    return [f"p99 send lag {_ms(lag_s)}, more than {_ms(allowed_s)}: the sender fell behind"]
+
+
+def _span(sent: pd.DataFrame) -> list[str]:
+    """From the first to the last moment at which something was due, of a burst its first send."""
+    firsts = sent.groupby("scheduled_s")["sent_s"].min()
+    drawn_s = float(firsts.index[-1] - firsts.index[0])
+    sent_s = float(firsts.iloc[-1] - firsts.iloc[0])
+    # A lag that is no fault is no difference: in a short run it would be over 1 %.
+    if abs(sent_s - drawn_s) <= max(_SEND_LAG_S, _SENT_SPAN_SHARE * drawn_s):
+        return []
+    return [f"requests were sent over {_ms(sent_s)}, the schedule spans {_ms(drawn_s)}: more than 1 % apart"]
+
+
+def _constant_gaps(sent: pd.DataFrame) -> list[str]:
+    """The coefficient of variation of the gaps, against the drawn ones: equal, but for a ramp.
+
+    The latest 1 % of the sends are left out, as by the rule for the lag.
+    """
+    lag_s = sent["sent_s"] - sent["scheduled_s"]
+    kept = sent[lag_s <= percentile(lag_s, 99)].sort_values("scheduled_s")
+    if len(kept) < 3:
+        return []
+    drawn_s = np.diff(kept["scheduled_s"].to_numpy())
+    gap_s = float(np.median(drawn_s))
+    deviation_s = float(np.std(np.diff(kept["sent_s"].to_numpy()) - drawn_s))
+    if deviation_s <= max(_CONSTANT_GAP_CV * gap_s, _GAP_SHARE_OF_LAG * _SEND_LAG_S):
+        return []
+    cv = f"{deviation_s / gap_s:.3f} of that as sent, more than {_CONSTANT_GAP_CV:g}"
+    return [f"the gaps between constant arrivals of {_ms(gap_s)} vary by {cv}"]
+
+
+def _sorted(stamps: pd.Series[Any]) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = np.sort(stamps.dropna().to_numpy(dtype=np.float64))
+    return values
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

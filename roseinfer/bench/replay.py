@@ -1,0 +1,198 @@
+"""A workload that is played again: the workload.parquet of a run, or a table that somebody wrote.
+
+It needs `scheduled_s` (all null: a closed loop), `output_tokens`, and `prompt_tokens` or `prompt` (text). A run's
+own table also says to which repeat and which shape of cell a row belongs, how the requests arrived, and what
+their texts follow from (`prompt_seed`, `prefix_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from roseinfer.bench.experiment import Cell
+from roseinfer.bench.flag_values import LARGEST
+from roseinfer.bench.load import CLOSED
+from roseinfer.bench.load_options import ARRIVALS
+from roseinfer.bench.prompts import PromptTokenizer
+from roseinfer.errors import InputError
+
+_SHAPE: Final = ("burst_size", "prompt_len", "output_len", "request_rate")
+
+
+class Requests(NamedTuple):
+    """The requests of a shape in a repeat, in the order of their arrival, the first at 0.
+
+    None: a closed loop (`scheduled_s`); texts follow from the seed (`texts`); nobody said it yet (`prompt_seed`).
+    `prompt_tokens` is 0 for a text that was not counted yet.
+    """
+
+    scheduled_s: NDArray[np.float64] | None
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    texts: list[str] | None
+    prompt_seed: int | None
+    prefix_tokens: int
+    arrival: str
+
+    def before(self, end_s: float) -> Requests:
+        """Those that are due before `end_s`."""
+        if self.scheduled_s is None:
+            return self
+        n = int(np.searchsorted(self.scheduled_s, end_s))
+        return self._replace(
+            scheduled_s=self.scheduled_s[:n],
+            prompt_tokens=self.prompt_tokens[:n],
+            output_tokens=self.output_tokens[:n],
+            texts=None if self.texts is None else self.texts[:n],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The tables of a file by (shape, repeat). `repeats` is None where the file has one table for all repeats."""
+
+    path: Path
+    shapes: tuple[Cell, ...]
+    repeats: int | None
+    tables: dict[tuple[Cell, int], Requests]
+
+    @property
+    def is_closed(self) -> bool:
+        return any(table.scheduled_s is None for table in self.tables.values())
+
+    @property
+    def is_counted(self) -> bool:
+        """The length of every prompt is known."""
+        return all(table.prompt_tokens.all() for table in self.tables.values())
+
+    @property
+    def has_texts(self) -> bool:
+        return all(table.texts is not None for table in self.tables.values())
+
+    def counted(self, tokenizer: PromptTokenizer) -> Replay:
+        """With the length of every text. Raises InputError where the file says another one."""
+        tables = dict(self.tables)
+        for key, table in tables.items():
+            if table.texts is not None:
+                lengths = {text: len(tokenizer.encode(text)) for text in dict.fromkeys(table.texts)}
+                tokens = np.array([lengths[text] for text in table.texts], np.int64)
+                wrong = np.flatnonzero((table.prompt_tokens > 0) & (table.prompt_tokens != tokens))
+                if wrong.size:
+                    first = wrong[0]
+                    why = f"has a prompt of {table.prompt_tokens[first]} tokens that are {tokens[first]} here"
+                    raise _wrong(self.path, why)
+                tables[key] = table._replace(prompt_tokens=tokens)
+        return replace(self, tables=tables)
+
+    def requests(self, shape: Cell, repeat: int) -> Requests:
+        """Those of a repeat; of the first where the table does not tell them apart."""
+        return self.tables[shape, repeat if self.repeats is not None else 0]
+
+
+def read_replay(path: Path) -> Replay:
+    """The workload in a file. Raises InputError naming the file, and the row (counted from 0) where one is wrong."""
+    try:
+        with path.open("rb") as file:
+            table: pd.DataFrame = pq.read_table(file).to_pandas()
+    except (OSError, pa.ArrowException) as error:
+        raise _wrong(path, getattr(error, "strerror", None) or "is no parquet file") from error
+    for names in (["scheduled_s"], ["output_tokens"], ["prompt_tokens", "prompt"]):
+        if not set(names) & set(table.columns):
+            raise _wrong(path, f"has no column {' or '.join(names)}")
+    if table.empty:
+        raise _wrong(path, "has no requests")
+    for name, least in (("output_tokens", 1), ("prompt_tokens", 1), ("prefix_tokens", 0), ("repeat", 0)):
+        if name in table.columns:
+            _check_whole(path, table[name], least)
+    keys = [name for name in ("repeat", *_SHAPE) if name in table.columns]
+    tables: dict[tuple[Cell, int], Requests] = {}
+    groups: Iterable[tuple[Any, pd.DataFrame]] = [((), table)]
+    if keys:
+        groups = table.groupby(keys, sort=False, dropna=False)
+    for key, rows in groups:
+        factors = {name: value for name, value in zip(keys, key, strict=True) if not pd.isna(value)}
+        burst_size, prompt_len, output_len = (_whole_or_none(factors.get(name)) for name in _SHAPE[:3])
+        shape = Cell(None, burst_size, prompt_len, output_len, factors.get("request_rate"))
+        tables[shape, int(factors.get("repeat", 0))] = _requests(path, rows)
+    shapes = tuple(dict.fromkeys(shape for shape, _ in tables))
+    repeats = 1 + max(repeat for _, repeat in tables)
+    if len(tables) != len(shapes) * repeats:
+        raise _wrong(path, f"does not have each of repeats 0 to {repeats - 1} of each shape of cell")
+    if len({shape.cell_id for shape in shapes}) != len(shapes):
+        raise _wrong(path, "has shapes of cells that differ in the seventh digit of their rate")
+    if len({table.scheduled_s is None for table in tables.values()}) > 1:
+        raise _wrong(path, "has times of arrival for some cells and none for others")
+    return Replay(path, shapes, repeats if "repeat" in keys else None, tables)
+
+
+def _requests(path: Path, rows: pd.DataFrame) -> Requests:
+    times: NDArray[np.float64] | None = None
+    n = len(rows)
+    unscheduled = rows["scheduled_s"].isna()
+    if not unscheduled.all():
+        times = pd.to_numeric(rows["scheduled_s"], errors="coerce").to_numpy(np.float64)
+        _check(path, rows["scheduled_s"], ~np.isfinite(times), "no time")
+        order = np.argsort(times, kind="stable")
+        rows, times = rows.iloc[order], times[order] - times[order[0]]
+    texts: list[str] | None = None
+    if "prompt" in rows and not rows["prompt"].isna().all():
+        no_text = np.array([not isinstance(text, str) or not text for text in rows["prompt"]])
+        _check(path, rows["prompt"], no_text, "no text")
+        texts = rows["prompt"].tolist()
+    elif "prompt_tokens" not in rows:
+        raise _wrong(path, "has no prompt and no prompt_tokens")
+    arrival = str(_only(path, rows, "arrival", CLOSED if times is None else "trace"))
+    if arrival not in ((CLOSED,) if times is None else ARRIVALS):
+        raise _wrong(path, f"has arrival {arrival!r}, and {'no ' if times is None else ''}times of arrival")
+    seed = _only(path, rows, "prompt_seed", None)
+    return Requests(
+        scheduled_s=times,
+        prompt_tokens=rows["prompt_tokens"].to_numpy(np.int64)
+        if "prompt_tokens" in rows
+        else np.zeros(n, np.int64),
+        output_tokens=rows["output_tokens"].to_numpy(np.int64),
+        texts=texts,
+        prompt_seed=None if seed is None else int(seed),
+        prefix_tokens=int(_only(path, rows, "prefix_tokens", 0)),
+        arrival=arrival,
+    )
+
+
+def _check_whole(path: Path, column: pd.Series[Any], least: int) -> None:
+    numbers = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
+    wrong = ~((numbers >= least) & (numbers <= LARGEST) & (numbers == np.floor(numbers)))
+    _check(path, column, wrong, f"no whole number from {least}")
+
+
+def _check(path: Path, column: pd.Series[Any], wrong: NDArray[np.bool_], what: str) -> None:
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        (shown,) = column.iloc[[row]].tolist()
+        raise _wrong(path, f"row {column.index[row]}: {column.name} {shown!r} is {what}")
+
+
+def _only(path: Path, rows: pd.DataFrame, name: str, default: Any) -> Any:
+    """The one value that a column has within a group."""
+    if name not in rows:
+        return default
+    values = rows[name].unique()
+    if len(values) > 1:
+        raise _wrong(path, f"has several values of {name} within one cell and repeat")
+    return values[0]
+
+
+def _whole_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _wrong(path: Path, why: str) -> InputError:
+    return InputError("--workload", str(path), why)

@@ -1,0 +1,201 @@
+"""From what a target saw to rows of the record: one per offered request, one per engine step.
+
+The in-process and the simulated target both end here, so that a column means the same in either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import pandas as pd
+
+from roseinfer.bench.environment import public_text
+from roseinfer.bench.experiment import Cell
+from roseinfer.bench.records import Outcome
+from roseinfer.bench.validity import CellFacts
+from roseinfer.bench.workload import Workload
+from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
+from roseinfer.executor import Span, StepRecord
+from roseinfer.request import FinishReason, TokenEvent
+from roseinfer.stream import Timings
+
+OUTCOMES: Final = {
+    FinishReason.STOP: Outcome.COMPLETED,
+    FinishReason.LENGTH: Outcome.COMPLETED,
+    FinishReason.ERROR: Outcome.ERROR,
+    FinishReason.ABORT: Outcome.CANCELLED,
+}
+
+
+class CellResult(NamedTuple):
+    """Frames as `RunFolder.write_cell` takes them; `notes` is JSON-able and only for the record."""
+
+    requests: pd.DataFrame
+    steps: pd.DataFrame
+    facts: CellFacts
+    notes: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One request as its client saw it: never sent, or refused, or answered (`timings`).
+
+    `scheduled_s` is the workload's, in seconds from time zero; the other moments are clock seconds. `permitted_s` is
+    when the client's own cap let it go, None where it did not hold it back. `waiting` and `inflight` are what it met
+    when it was sent. `returned_s` is when submitting it came back. `gave_up_s` is when the client stopped waiting for
+    it, at its deadline, or without having sent it (`unsent_because` says why). The end of a stream is the last event
+    of the last delivery, unless the client gave up before: what it brought after that was not read.
+    """
+
+    scheduled_s: float
+    permitted_s: float | None = None
+    sent_s: float | None = None
+    returned_s: float | None = None
+    waiting: int | None = None
+    inflight: int | None = None
+    timings: Timings | None = None
+    prompt_tokens: int | None = None
+    failure: RoseinferError | None = None
+    deliveries: list[tuple[float, list[TokenEvent]]] = field(default_factory=list)
+    gave_up_s: float | None = None
+    unsent_because: str | None = None
+
+
+def factor_columns(target: str, model: str, cell: Cell, workload: Workload) -> dict[str, Any]:
+    """The columns that are the same in all rows of a cell: what it was asked to be, null where nothing was asked."""
+    prompt_len = cell.prompt_len
+    if prompt_len is None and cell.output_len is not None and workload.arrival != "trace":
+        prompt_len = int(workload.prompt_tokens[0])  # of --prompt, all copies of one text
+    return {
+        "target": target,
+        "model": model,
+        "admission": "none" if cell.max_inflight is None else f"inflight:{cell.max_inflight}",
+        "max_inflight": cell.max_inflight,
+        "burst_size": cell.burst_size,
+        "prompt_len": prompt_len,
+        "output_len": cell.output_len,
+        "arrival": workload.arrival,
+        "request_rate": cell.request_rate,
+    }
+
+
+def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
+    """The columns of REQUEST_SCHEMA that one attempt fills; seconds from `t0`."""
+    scheduled_s = attempt.scheduled_s
+    if attempt.sent_s is None:
+        return {
+            "scheduled_s": scheduled_s,
+            "attempts": 0,
+            "outcome": Outcome.INCOMPLETE,
+            "error": attempt.unsent_because,
+            "ended_s": _since(t0, attempt.gave_up_s),
+        }
+    row: dict[str, Any] = {
+        "scheduled_s": scheduled_s,
+        "permitted_s": scheduled_s if attempt.permitted_s is None else attempt.permitted_s - t0,
+        "sent_s": attempt.sent_s - t0,
+        "attempts": 1,
+        "waiting_at_send": attempt.waiting,
+        "inflight_at_send": attempt.inflight,
+    }
+    returned_s = _since(t0, attempt.returned_s)
+    if isinstance(attempt.failure, SchedulerManagerOverloadedError):
+        return row | {
+            "outcome": Outcome.REJECTED,
+            "rejected_s": returned_s,
+            "ended_s": returned_s,
+            "reject_reason": attempt.failure.reason,
+            "reject_stage": "submit",
+        }
+    if attempt.failure is not None:
+        return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": _error_text(attempt.failure)}
+    return row | {"admitted_s": returned_s} | _answer(attempt, t0)
+
+
+def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
+    """What became of a request that has a stream."""
+    assert attempt.timings is not None
+    stamps = {name: _since(t0, stamp) for name, stamp in attempt.timings._asdict().items()}
+    tokens = [
+        (received_s - t0, [event for event in events if event.token_id is not None])
+        for received_s, events in attempt.deliveries
+    ]
+    chunks = [(received_s, events) for received_s, events in tokens if events]
+    token_times_s = [event.time_s - t0 for _, events in chunks for event in events]
+    if attempt.gave_up_s is not None:
+        # The engine may have gone on for a moment; the record holds what the client got.
+        stamps["first_token_s"] = token_times_s[0] if token_times_s else None
+        stamps["last_token_s"] = token_times_s[-1] if token_times_s else None
+        end = {
+            "ended_s": attempt.gave_up_s - t0,
+            "outcome": Outcome.TIMEOUT,
+            "finish_reason": FinishReason.ABORT,
+        }
+    else:
+        ended_s, last_events = attempt.deliveries[-1]
+        event = last_events[-1]
+        assert event.finish_reason is not None
+        end = {
+            "ended_s": ended_s - t0,
+            "outcome": OUTCOMES[event.finish_reason],
+            "finish_reason": event.finish_reason,
+            "error": None if event.error is None else _error_text(event.error),
+        }
+    return {
+        **stamps,
+        **end,
+        "received_first_s": chunks[0][0] if chunks else None,
+        "received_last_s": chunks[-1][0] if chunks else None,
+        "prompt_tokens": attempt.prompt_tokens,
+        "cached_tokens": 0,  # there is no prefix cache: every prompt token is computed
+        "output_tokens": len(token_times_s),
+        "token_times_s": token_times_s or None,
+        "chunk_times_s": [received_s for received_s, _ in chunks] or None,
+        "chunk_tokens": [len(events) for _, events in chunks] or None,
+    }
+
+
+def step_row(number: int, step: StepRecord, t0: float, index_of: dict[int, int]) -> dict[str, Any]:
+    """The columns of STEP_SCHEMA; seconds from `t0`. `index_of` gives the request_index of a request id."""
+    spans = step.plan.spans
+    prefills = [span for span in spans if not _is_decode(span)]
+    decodes = [span for span in spans if _is_decode(span)]
+    return {
+        "step": number,
+        "plan_start_s": step.plan_start_s - t0,
+        "exec_start_s": step.result.exec_start_s - t0,
+        "exec_end_s": step.result.exec_end_s - t0,
+        "published_s": step.published_s - t0,
+        "prefill_requests": len(prefills),
+        "prefill_tokens": sum(span.n_tokens for span in prefills),
+        "prefill_attention_pairs": sum(
+            s.n_tokens * s.start + s.n_tokens * (s.n_tokens + 1) // 2 for s in prefills
+        ),
+        "decode_requests": len(decodes),
+        "context_tokens": sum(span.start + 1 for span in decodes),
+        "cached_tokens": 0,
+        "waiting": step.waiting,
+        "running": step.running,
+        "kv_tokens": step.kv_tokens,
+        "members": [
+            {
+                "request_index": index_of[span.request.request_id],
+                "start": span.start,
+                "n_tokens": span.n_tokens,
+            }
+            for span in spans
+        ],
+    }
+
+
+def _is_decode(span: Span) -> bool:
+    return span.start >= span.request.prompt_len
+
+
+def _since(t0: float, stamp: float | None) -> float | None:
+    return None if stamp is None else stamp - t0
+
+
+def _error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {public_text(str(error))}"

@@ -1,0 +1,146 @@
+"""A cell in time: how many requests were in flight and how many waited, when some were refused, and the limit."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from roseinfer.bench.figure_style import (
+    BLACK,
+    BLUE,
+    ORANGE,
+    STYLE,
+    VERMILLION,
+    Caption,
+    dress,
+    panel_grid,
+    span_text,
+)
+from roseinfer.bench.labels import NO_LIMIT, label_cells, limit_title, limits_of
+
+_MOST_POINTS: Final = 2000
+
+
+def concurrency(starts: ArrayLike, ends: ArrayLike, at_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """How many of the spans [start, end) hold each instant of `at_s`; NaN starts never, and NaN ends never end.
+
+    Counted from the spans themselves, not in bins of time: [0, 0.4) and [0.5, 0.9) are never two at once.
+    """
+    first, last = np.asarray(starts, np.float64), np.asarray(ends, np.float64)
+    last = last[~np.isnan(first)]
+    begun = np.searchsorted(np.sort(first[~np.isnan(first)]), at_s, side="right")
+    ended = np.searchsorted(np.sort(last[~np.isnan(last)]), at_s, side="right")
+    return begun - ended
+
+
+def timeline_data(requests: pd.DataFrame) -> pd.DataFrame:
+    """Of every cell's first repeat a row per instant at which something changed, in seconds since time zero.
+
+    `in_flight` requests hold a slot; `waiting` ones of them are tokenised (or came as token ids) and have not been
+    given to the engine; `refused` counts the refusals up to then. Of more than 2000 instants those are kept
+    that hold the extremes of each stretch, so that no peak is lost.
+    """
+    first_repeat = requests["repeat"] == requests.groupby("cell_id")["repeat"].transform("min")
+    labelled = label_cells(requests[first_repeat])
+    frames = []
+    for (combination, limit), cell in labelled.groupby(["combination", "limit"], sort=False):
+        queued = cell["tokenized_s"].fillna(cell["reserved_s"])
+        left_queue = cell["first_scheduled_s"].fillna(cell["released_s"])
+        changes = [cell["reserved_s"], cell["released_s"], queued, left_queue, cell["rejected_s"]]
+        at_s = np.unique(np.concatenate([[0.0], *[times.dropna() for times in changes]]))
+        rows = pd.DataFrame(
+            {
+                "combination": combination,
+                "limit": limit,
+                "max_inflight": cell["max_inflight"].iloc[0],
+                "repeat": cell["repeat"].iloc[0],
+                "time_s": at_s,
+                "in_flight": concurrency(cell["reserved_s"], cell["released_s"], at_s),
+                "waiting": concurrency(queued, left_queue, at_s),
+                "refused": np.searchsorted(np.sort(cell["rejected_s"].dropna()), at_s, side="right"),
+            }
+        )
+        frames.append(_thinned(rows))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    stretch = np.arange(len(rows)) * (_MOST_POINTS // 4) // len(rows)
+    grouped = rows.groupby(stretch)
+    kept = {0, len(rows) - 1}
+    for extreme in (grouped["in_flight"], grouped["waiting"]):
+        kept |= {*extreme.idxmax(), *extreme.idxmin()}
+    return rows.loc[sorted(kept)]
+
+
+@matplotlib.rc_context(STYLE)
+def draw_timeline(timeline: pd.DataFrame, caption: Caption) -> Figure:
+    """A panel per limit, one under the other on one time axis; `timeline` holds one combination."""
+    limits = limits_of(timeline)
+    combination = str(timeline["combination"].iloc[0])
+    figure, ((*panels,),) = panel_grid(1, len(limits), width_in=8.0, height_in=1.5)
+    end_s = max(float(timeline["time_s"].max()), 1e-9)
+    most = max(int(timeline["in_flight"].max()), 1)
+    for axes, limit in zip(panels, limits, strict=True):
+        rows = timeline[timeline["limit"] == limit]
+        _draw_cell(axes, rows, end_s, most)
+        axes.set_xlim(-0.01 * end_s, 1.01 * end_s)
+        axes.set_ylim(0, 1.22 * most)
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.set_ylabel("requests")
+        axes.set_title(_title(limit, rows), loc="left")
+        if axes is not panels[-1]:
+            axes.tick_params(labelbottom=False)
+    panels[-1].set_xlabel("time since the first request was due (s)")
+    marks: list[Artist] = [
+        Line2D([], [], color=BLUE, label="in flight"),
+        Line2D([], [], color=ORANGE, label="of these waiting"),
+        Line2D([], [], color=BLACK, linestyle="--", label="limit"),
+        Line2D([], [], color=VERMILLION, marker="|", linestyle="", label="refused"),
+    ]
+    title = ", ".join(filter(None, ["In flight and waiting over time", combination]))
+    facts = (
+        f"Repeat {span_text(timeline['repeat'])}. In flight: slot taken to slot given back, counted at every change;"
+        " waiting: in the queue (tokenised), not yet given to the engine."
+    )
+    dress(figure, title, marks, caption, facts)
+    return figure
+
+
+def _draw_cell(axes: Axes, rows: pd.DataFrame, end_s: float, most: int) -> None:
+    axes.fill_between(rows["time_s"], rows["waiting"], step="post", color=ORANGE, alpha=0.35, linewidth=0)
+    for column, colour in (("waiting", ORANGE), ("in_flight", BLUE)):
+        axes.plot(
+            rows["time_s"], rows[column], drawstyle="steps-post", color=colour, linewidth=1.2, label=column
+        )
+    limit = rows["max_inflight"].iloc[0]
+    if pd.notna(limit) and limit <= 1.2 * most:
+        axes.plot([0, end_s], [limit] * 2, color=BLACK, linestyle="--", linewidth=1, label="limit")
+    refusals = rows.loc[rows["refused"].diff().fillna(rows["refused"]) > 0, "time_s"]
+    axes.plot(
+        refusals,
+        np.full(len(refusals), 1.12 * most),
+        color=VERMILLION,
+        marker="|",
+        markersize=7,
+        linestyle="",
+        label="refused",
+    )
+
+
+def _title(limit: str, rows: pd.DataFrame) -> str:
+    parts = [f"at most {rows['in_flight'].max()} in flight", f"{rows['waiting'].max()} waiting"]
+    if limit != NO_LIMIT or rows["refused"].max():
+        parts.append(f"{rows['refused'].max()} refused")
+    return f"{limit_title(limit)}: {', '.join(parts)}"

@@ -1,0 +1,247 @@
+"""The simulated target: rows like a real engine's, equal on every machine; and the command line over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
+from roseinfer.bench.rows import CellResult
+from roseinfer.bench.sim_target import SimTarget
+from roseinfer.bench.store import RunFolder
+from roseinfer.bench.validity import check_cell
+from roseinfer.bench.workload import Workload
+from roseinfer.sim.cost_model import CostModel
+from tests.bench.asking import Answer, Ask
+from tests.bench.experiments import experiment
+
+COST = CostModel("tenth of a second a step", 0.1, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.fixture
+def cost_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenth.json"
+    path.write_text(json.dumps(COST.describe()))
+    return path
+
+
+def measured(cost_file: Path, scheduled_s: list[float] | None, *, n: int = 0, **flags: Any) -> CellResult:
+    """One cell of requests of 8 prompt and 3 output tokens."""
+    made = experiment(target="sim", cost_model=cost_file, prompt_len="8", max_new_tokens="3", **flags)
+    count = len(scheduled_s) if scheduled_s is not None else n
+    due_s = None if scheduled_s is None else np.array(scheduled_s)
+    arrival = made.load.arrival or "trace"
+    workload = Workload(due_s, [], np.full(count, 8), np.full(count, 3), 0, arrival)
+    (cell,) = made.cells
+    return SimTarget(COST, made).run(cell, workload)
+
+
+def burst(cost_file: Path, size: int, **flags: Any) -> CellResult:
+    return measured(cost_file, [0.0] * size, burst_size=str(size), **flags)
+
+
+def test_a_burst_leaves_the_rows_that_an_engine_leaves(cost_file: Path) -> None:
+    result = burst(cost_file, 6, max_inflight="4", max_batch_size=2)
+    rows = result.requests
+    assert set(rows.columns) <= set(REQUEST_SCHEMA.names)
+    assert set(result.steps.columns) <= set(STEP_SCHEMA.names)
+    assert rows["outcome"].tolist() == ["completed"] * 4 + ["rejected"] * 2
+    assert rows["target"].unique().tolist() == ["sim"]
+    assert rows["model"].unique().tolist() == [COST.name]
+    assert rows["inflight_at_send"].tolist() == [0, 1, 2, 3, 4, 4]
+    assert rows["token_times_s"][0] == pytest.approx([0.1, 0.2, 0.3])
+    assert rows["first_scheduled_s"].tolist()[:4] == pytest.approx([0.0, 0.0, 0.3, 0.3])
+    assert check_cell(complete(rows), result.facts) == []
+
+
+def complete(rows: pd.DataFrame) -> pd.DataFrame:
+    """All columns of the record, as a reader has them."""
+    return rows.reindex(columns=REQUEST_SCHEMA.names)
+
+
+def test_the_parts_sum_to_ttft(cost_file: Path) -> None:
+    derived = derive(complete(burst(cost_file, 6, max_batch_size=2).requests))
+    assert np.allclose(derived[list(TTFT_PARTS)].fillna(0).sum(axis=1), derived["ttft_s"], rtol=0, atol=1e-12)
+
+
+def test_a_deadline_is_a_timeout_with_the_tokens_that_came(cost_file: Path) -> None:  # case A18
+    rows = burst(cost_file, 2, max_batch_size=1, timeout=0.25).requests
+    assert rows["outcome"].tolist() == ["timeout"] * 2
+    assert rows["output_tokens"].tolist() == [2, 0]
+    assert rows["ended_s"].tolist() == [0.25, 0.25]
+    assert rows["first_scheduled_s"].isna().tolist() == [False, True]  # no prefill for the one that waited
+
+
+def test_what_the_cap_held_back_to_the_end_has_a_row_with_the_reason(cost_file: Path) -> None:  # case C11
+    result = burst(cost_file, 4, max_concurrency=1, duration=0.5)
+    rows = result.requests
+    assert rows["outcome"].tolist() == ["completed"] * 2 + ["incomplete"] * 2
+    assert (
+        rows["error"].tolist()[2:] == ["not sent: --max-concurrency 1 was reached until --duration ended"] * 2
+    )
+    assert rows["sent_s"].isna().tolist() == [False, False, True, True]
+    assert rows["permitted_s"].tolist()[:2] == pytest.approx([0.0, 0.3])
+    assert (result.facts.offered, result.facts.peak_outstanding) == (4, 1)
+
+
+def test_a_closed_loop_offers_what_it_came_to(cost_file: Path) -> None:  # case C7
+    result = measured(cost_file, None, n=50, max_concurrency=2, duration=1.0)
+    rows = result.requests
+    assert len(rows) == result.facts.offered < 50
+    assert (rows["scheduled_s"] == rows["sent_s"]).all()
+    assert result.facts.peak_outstanding == 2
+    assert (rows["sent_s"] < 1.0).all()
+    assert check_cell(complete(rows), result.facts) == []
+
+
+# ---- the command line ----
+
+
+@pytest.fixture
+def simulated(ask: Ask, cost_file: Path) -> Any:
+    """`roseinfer-bench` with a command that is simulated."""
+
+    def asked(command: str, *words: str) -> Answer:
+        return ask(*command.split(), "--target", "sim", "--cost-model", str(cost_file), "--quiet", *words)
+
+    return asked
+
+
+SWEEP = "sweep --max-inflight 0,4 --burst-size 16 --repeats 3 --max-batch-size 4 -o out --run-id"
+
+
+def rows_of(run: str, name: str = "requests") -> pd.DataFrame:
+    table = pq.read_table(f"out/sweep/{run}/{name}.parquet").drop_columns(["run_id"])
+    return pd.DataFrame(table.to_pylist())
+
+
+@pytest.mark.parametrize("name", ["requests", "steps", "summary"])
+def test_two_runs_of_the_same_flags_are_equal(simulated: Any, name: str) -> None:  # case C15
+    assert simulated(f"{SWEEP} a").code == simulated(f"{SWEEP} b").code == 0
+    pd.testing.assert_frame_equal(rows_of("a", name), rows_of("b", name), check_exact=True)
+
+
+def test_another_seed_is_another_run(simulated: Any) -> None:
+    words = "sweep --request-rate 20 --num-requests 30 --repeats 1 -o out --run-id"
+    assert simulated(f"{words} a").code == simulated(f"{words} b --seed 1").code == 0
+    assert rows_of("a")["sent_s"].tolist() != rows_of("b")["sent_s"].tolist()
+
+
+def test_the_run_says_what_computed_and_keeps_no_path(simulated: Any, cost_file: Path) -> None:
+    answer = simulated(f"{SWEEP} a")
+    assert f"{COST.name} on virtual clock" in " ".join(answer.out.split())
+    assert "Figures: roseinfer-bench plot out/sweep/a" in answer.out
+    folder = RunFolder.open(Path("out/sweep/a"))
+    manifest = folder.manifest
+    assert manifest["target"] == "sim"
+    assert manifest["model"]["constant_s"] == 0.1
+    assert manifest["model"]["model"] == COST.name
+    assert manifest["configuration"]["cost-model"] == "tenth.json"
+    assert str(cost_file.parent) not in (folder.path / "run.json").read_text()
+
+
+def test_run_reports_each_repeat(simulated: Any) -> None:
+    answer = simulated("run --num-requests 8 --max-inflight 4 --repeats 2")
+    assert answer.code == 0
+    assert answer.out.count("=== streaming benchmark ===\n") == 2
+    assert "warmup" not in answer.out
+    assert f"\nModel: {COST.name}\n" in answer.out
+    assert "\nDevice: virtual clock\n" in answer.out
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "--burst-size 8 --burst-interval 1 --num-requests 24",
+        "--request-rate 20 --num-requests 20",
+        "--request-rate 20 --arrival constant --duration 1",
+        "--request-rate 20 --burstiness 0.5 --num-requests 20",
+        "--request-rate 20 --ramp 1 --duration 2",
+        "--request-rate 5 --burst-size 8 --burst-interval 1 --duration 3",
+        "--submit-interval-ms 50 --num-requests 10",
+        "--request-rate 40 --num-requests 40 --max-concurrency 2",
+        "--max-concurrency 3 --num-requests 20",
+        "--max-concurrency 3 --duration 2 --ramp 1",
+        "--burst-size 16 --timeout 60",
+        "--prompt-len-dist lognormal:0.5 --output-len-dist uniform:0.5 --burst-size 16",
+    ],
+)
+def test_every_shape_of_load_runs_and_is_valid(simulated: Any, load: str) -> None:
+    answer = simulated(f"sweep --max-inflight 0,8 --repeats 2 -o out --run-id a {load}")
+    assert answer.code == 0, answer.out + answer.err
+    assert RunFolder.open(Path("out/sweep/a")).is_done
+
+
+def test_goodput_is_in_the_summary_and_in_the_manifest(simulated: Any) -> None:  # case D4
+    answer = simulated(f"{SWEEP} a --goodput ttft:150 --json")
+    assert answer.code == 0
+    pooled = {row["max_inflight"]: row for row in json.loads(answer.out)["summary"] if row["repeat"] is None}
+    assert pooled[4]["good_share"] == pooled[4]["good"] / pooled[4]["offered"] == 0.25
+    assert RunFolder.open(Path("out/sweep/a")).manifest["goodput"] == ["ttft:150"]
+
+
+def test_a_run_whose_requests_all_time_out_measured_nothing(simulated: Any) -> None:
+    assert simulated(f"{SWEEP} a --timeout 0.01").code == 5
+
+
+def test_an_interrupted_simulation_says_which_file_to_name_again(
+    simulated: Any, ask: Ask, cost_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = SimTarget.run, iter(range(100))
+
+    def stopped(self: SimTarget, *args: Any) -> CellResult:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimTarget, "run", stopped)
+        answer = simulated(f"{SWEEP} a")
+    assert answer.code == 130
+    again = f"--resume out/sweep/a --cost-model {cost_file}"
+    assert answer.complaint == (
+        f"interrupted; 2 of 6 cells are on disk. To go on: roseinfer-bench sweep {again}"
+    )
+    answer = ask("sweep", "--resume", "out/sweep/a")
+    assert answer.code == 2
+    assert answer.complaint == (
+        "--resume 'out/sweep/a': was made with --cost-model tenth.json, and a run keeps no places of files:"
+        " add --cost-model PATH"
+    )
+    assert ask("sweep", *again.split(), "--quiet").code == 0
+    assert len(RunFolder.open(Path("out/sweep/a")).finished_cells()) == 6
+
+
+def test_resuming_with_another_cost_model_says_what_differs(simulated: Any, ask: Ask, tmp_path: Path) -> None:
+    simulated(f"{SWEEP} a")
+    other = tmp_path / "else" / "tenth.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps(COST.describe() | {"constant_s": 0.2}))
+    answer = ask("sweep", "--resume", "out/sweep/a", "--cost-model", str(other), "--quiet")
+    assert answer.code == 2
+    assert "model constant-s was 0.1, now 0.2" in answer.complaint
+
+
+def test_a_simulation_never_imports_torch(cost_file: Path, tmp_path: Path) -> None:
+    script = f"""
+import sys
+from roseinfer.bench.cli import main
+sys.argv = ["roseinfer-bench", "sweep", "--target", "sim", "--cost-model", {str(cost_file)!r}, "--repeats", "1",
+            "--max-inflight", "0,16", "--quiet"]
+try:
+    main()
+except SystemExit as end:
+    print(end.code or 0, sorted({{"torch", "transformers", "matplotlib"}} & sys.modules.keys()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
