@@ -61,6 +61,30 @@ def test_a_blocked_reader_wakes_when_something_is_published() -> None:
     assert taken == [a_token(0, "a")]
 
 
+def test_a_blocked_reader_can_be_woken_with_nothing() -> None:
+    desk = Desk()
+    box = Mailbox(desk.collector)
+    taken: list[list[TokenEvent]] = []
+    reader = threading.Thread(target=lambda: taken.append(box.take()))
+    reader.start()
+    desk.waits.waiting.acquire()
+    box.wake()
+    reader.join()
+    assert taken == [[]]
+
+
+def test_a_reader_that_is_woken_before_it_waits_does_not_wait_once() -> None:
+    desk = Desk()
+    box = Mailbox(desk.collector)
+    desk.collector.open(0, box)
+    box.wake()
+    assert box.take() == []
+    box.wake()
+    desk.publish(a_token(0, "a"))
+    assert box.take() == [a_token(0, "a")]
+    assert box.take(timeout_s=0.0) == []
+
+
 def test_all_blocked_readers_wake_that_a_step_has_something_for() -> None:
     desk = Desk()
     streams = [desk.stream(i) for i in range(4)]

@@ -1,6 +1,7 @@
 """Measuring: workloads, targets, records, statistics, sweeps, figures, and the command line over them.
 
 import roseinfer.bench as rb
+
 run = rb.sweep(max_inflight=[0, 16, 64], repeats=4)
 requests = rb.load_requests(run)
 """
@@ -8,12 +9,24 @@ requests = rb.load_requests(run)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load_requests", "load_steps", "load_summary"]
+__all__ = ["load_requests", "load_steps", "load_summary", "sweep"]
+
+
+def sweep(**flags: Any) -> Path:
+    """Measures as `roseinfer-bench sweep` does, and returns the run's folder; prints nothing and draws nothing.
+
+    The flags are those of the command line, with underscores: `max_inflight=[0, 16]` (0 or None: no limit),
+    `slo="p99_ttft:250"`, `quiet=False` for progress on stderr. Raises InputError for what the command line refuses,
+    RunError where measuring fails. `roseinfer-bench plot RUN` draws the figures.
+    """
+    from roseinfer.bench.unattended import run_sweep
+
+    return run_sweep(flags)
 
 
 def load_requests(run: str | Path) -> pd.DataFrame:
@@ -50,7 +63,7 @@ def load_summary(run: str | Path) -> pd.DataFrame:
     Else as `load_requests`.
     """
     from roseinfer.bench.labels import tidy_cells
+    from roseinfer.bench.measurement import summary_of
     from roseinfer.bench.store import RunFolder
-    from roseinfer.bench.sweep import summary_of
 
     return tidy_cells(summary_of(RunFolder.open(Path(run))))

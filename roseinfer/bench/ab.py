@@ -23,8 +23,8 @@ import pandas as pd
 
 from roseinfer.bench.checkouts import Checkout
 from roseinfer.bench.environment import public_command, source_sha256
+from roseinfer.bench.measurement import conclude
 from roseinfer.bench.store import RunFolder, check_name, check_writable
-from roseinfer.bench.sweep import conclude
 from roseinfer.errors import InputError, RunError
 
 _ENTRY: Final = """

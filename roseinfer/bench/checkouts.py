@@ -34,7 +34,7 @@ def checkout(argument: str, text: str, place: Path) -> Checkout:
     naming `argument`.
     """
     folder = Path(text)
-    if folder.is_dir():
+    if text and folder.is_dir():
         if not (folder / "roseinfer" / "__init__.py").exists():
             raise InputError(argument, text, "holds no package of the name roseinfer")
         ignored = shutil.ignore_patterns("__pycache__")

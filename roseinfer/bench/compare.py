@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from roseinfer.bench.check import FALSE_ALARMS, collect_text, not_carried, repeats_wanted
+from roseinfer.bench.check import FALSE_ALARMS
 from roseinfer.bench.distributions import distance_between
+from roseinfer.bench.judgement import collect_text, not_carried, repeats_wanted
 from roseinfer.bench.records import Outcome, derive
 from roseinfer.bench.sides import (
     Comparison,
     Side,
     compare_cell,
-    differing_rows,
     how_compared,
     notes_on,
     share_blocks,
@@ -87,10 +87,6 @@ def compare(a: Side, b: Side, *, margin: float = 0.10) -> Differences:
         reason = side.invalid_reason()
         if reason is not None:
             notes.append(f"INVALID: {side.name}: {reason}")
-    if b.is_simulated:
-        differing, of, first = differing_rows(b, a)
-        where = "" if first is None else f", the first: {first}"
-        notes.insert(0, f"{differing} of {of} simulated requests differ{where}")
     level = 1 - FALSE_ALARMS / (len(cells) * len(METRICS))
     rows = []
     for cell in cells:

@@ -9,16 +9,16 @@ distance is as large.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST: Final = 10_000
+_MOST: Final = 4000
 """Ways to share out the repeats: up to so many are all tried, of more so many are drawn."""
-_GRID: Final = 1000
+_GRID: Final = 500
 """Values at which the distribution functions are compared, order statistics of all values together."""
 _AT_ONCE: Final = 500
 
@@ -52,39 +52,25 @@ def distance_between(
     found = float(distances(measured)[0])
     labelings, is_all = _labelings(len(a), len(b), paired, np.random.default_rng(seed))
     hits = total = 0
-    for some in labelings:
+    for first in range(0, len(labelings), _AT_ONCE):
+        some = labelings[first : first + _AT_ONCE]
         hits += int(np.count_nonzero(distances(some) >= found - 1e-12))
         total += len(some)
     return Distance(found, hits / total if is_all else (1 + hits) / (1 + total))
 
 
-def _labelings(
-    a: int, b: int, paired: bool, rng: np.random.Generator
-) -> tuple[Iterator[NDArray[np.float64]], bool]:
-    """Which repeats are of side a: float64[some, a + b] each, and whether these are all ways."""
+def _labelings(a: int, b: int, paired: bool, rng: np.random.Generator) -> tuple[NDArray[np.float64], bool]:
+    """Which repeats are of side a (float64[labelings, a + b] of 0 and 1), and whether these are all labelings."""
     if paired:
-        all_of_them = 2**a <= _MOST
-        rows = (
-            np.array([*swapped, *(1 - x for x in swapped)], dtype=np.float64)
-            for swapped in (product((1, 0), repeat=a) if all_of_them else rng.integers(0, 2, size=(_MOST, a)))
+        is_all = 2**a <= _MOST
+        kept = (
+            np.array(list(product((1.0, 0.0), repeat=a))) if is_all else rng.integers(0, 2, (_MOST, a)) * 1.0
         )
-    else:
-        all_of_them = math.comb(a + b, a) <= _MOST
-        places = (
-            combinations(range(a + b), a)
-            if all_of_them
-            else (rng.permutation(a + b)[:a] for _ in range(_MOST))
-        )
-        rows = (np.bincount(np.array(chosen), minlength=a + b).astype(np.float64) for chosen in places)
-    return _in_batches(rows), all_of_them
-
-
-def _in_batches(rows: Iterator[NDArray[np.float64]]) -> Iterator[NDArray[np.float64]]:
-    batch: list[NDArray[np.float64]] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _AT_ONCE:
-            yield np.array(batch)
-            batch = []
-    if batch:
-        yield np.array(batch)
+        return np.hstack([kept, 1 - kept]), is_all
+    measured = np.repeat([1.0, 0.0], [a, b])
+    if math.comb(a + b, a) > _MOST:
+        return rng.permuted(np.tile(measured, (_MOST, 1)), axis=1), False
+    chosen = np.array(list(combinations(range(a + b), a)))
+    rows = np.zeros((len(chosen), a + b))
+    np.put_along_axis(rows, chosen, 1.0, axis=1)
+    return rows, True

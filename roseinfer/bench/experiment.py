@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.bench.flag_values import LARGEST, whole_numbers, wrong
-from roseinfer.bench.load import Load, bursts_of, load_of, rates_of
+from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
 from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
 from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, TARGETS, RunOptions
 from roseinfer.errors import InputError
@@ -122,6 +122,8 @@ class Experiment:
             prompts, outputs = _prompt_lens(o, given, load), _output_lens(o, load)
             factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
             shapes = tuple(Cell(None, *values) for values in factors)
+            for shape in shapes:
+                check_shape(o, load, shape.burst_size, shape.request_rate)
         else:
             shapes = replay.shapes
         slos, goals = tuple(getattr(o, "slo", None) or ()), tuple(o.goodput or ())
@@ -160,15 +162,6 @@ class Experiment:
     def tokenize_workers(self) -> int:
         """0 where token ids are sent: there is nothing to tokenise."""
         return 0 if self.options.pretok else self.options.tokenize_workers
-
-    @property
-    def interval_s(self) -> float:
-        return self.options.submit_interval_ms / 1e3
-
-    @property
-    def is_paced(self) -> bool:
-        """Requests are spaced in time; otherwise they arrive as one burst."""
-        return self.interval_s > 0
 
     def offered(self, cell: Cell) -> int | None:
         """Requests of a cell and repeat, as far as the flags alone say it."""

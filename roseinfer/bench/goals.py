@@ -53,7 +53,7 @@ def met(derived: pd.DataFrame, goals: Sequence[Goal]) -> NDArray[np.bool_]:
 
     Served are the completed. A latency that a request does not have (tpot of a single token) breaks no goal.
     """
-    served = (derived["outcome"] == Outcome.COMPLETED).to_numpy(dtype=bool, copy=True)
+    served = np.array(derived["outcome"] == Outcome.COMPLETED)
     for goal in goals:
-        served &= ~(1e3 * derived[f"{goal.metric}_s"] > goal.limit_ms).to_numpy(dtype=bool)
+        served &= ~(1e3 * derived[f"{goal.metric}_s"].to_numpy(dtype=np.float64) > goal.limit_ms)
     return served

@@ -6,6 +6,7 @@ sends the next request when the last one has ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,22 +153,34 @@ def rates_of(o: RunOptions, load: Load) -> list[float] | list[None]:
         return [None]
     if o.request_rate is None:
         return [1e3 / o.submit_interval_ms]
-    found = rates("request_rate", o.request_rate)
-    for rate in found:
-        if (
-            load.duration_s is not None
-            and load.num_requests is None
-            and rate * load.duration_s > MOST_REQUESTS
-        ):
-            why = f"in --duration {load.duration_s:g} makes more than {MOST_REQUESTS} requests"
-            raise wrong("request_rate", o, why)
-        in_ramp = rate * (load.ramp_s or 0) / 2
-        if load.num_requests is not None and in_ramp >= load.num_requests:
-            why = (
-                f"takes {in_ramp:g} requests at a rate of {rate:g}, all of --num-requests {load.num_requests}"
-            )
-            raise wrong("ramp", o, why)
-    return found
+    return list(rates("request_rate", o.request_rate))
+
+
+def check_shape(o: RunOptions, load: Load, burst_size: int | None, rate: float | None) -> None:
+    """Raises InputError where cells of this burst size and rate would send too much, or never what a flag asks for."""
+    interval_s, n = load.burst_interval_s, load.num_requests
+    in_bursts = burst_size / interval_s if burst_size and interval_s else 0.0
+    per_s = (rate or 0.0) + in_bursts
+    if not per_s:
+        return
+    span_s = math.inf if load.duration_s is None else load.duration_s
+    if n is not None:
+        span_s = min(span_s, n / (rate or in_bursts))
+    if per_s * span_s > MOST_REQUESTS:
+        field = (
+            "burst_interval"
+            if rate is None
+            else "submit_interval_ms"
+            if o.request_rate is None
+            else "request_rate"
+        )
+        raise wrong(field, o, f"makes more than {MOST_REQUESTS} requests in {span_s:g} s")
+    if interval_s is not None and span_s <= interval_s:
+        raise wrong(
+            "burst_interval", o, f"has no {'second ' if rate is None else ''}burst within the {span_s:g} s"
+        )
+    if rate and load.ramp_s and n is not None and rate * load.ramp_s / 2 >= n:
+        raise wrong("ramp", o, f"has all of --num-requests {n} before the rate of {rate:g} is reached")
 
 
 def _arrival(o: RunOptions, asked: Collection[str], replays_closed_loop: bool) -> str | None:

@@ -59,7 +59,8 @@ class LoadOptions:
         typer.Option(
             metavar="DIST",
             help="How prompt lengths vary around --prompt-len: fixed, uniform:R (within a share R of it on both sides)"
-            " or lognormal:S (it is the median, S the standard deviation of the logarithm).",
+            " or lognormal:S (it is the median, S the standard deviation of the logarithm). Cut to what fits, which at"
+            " most 1 % of the lengths may need.",
         ),
     ] = "fixed"
     prefix_len: Annotated[

@@ -6,7 +6,7 @@ client's own cap held back were due when their permit came. A closed loop has no
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,12 +30,14 @@ _CONSTANT_GAP_CV: Final = 0.05
 _GAP_SHARE_OF_LAG: Final = 0.25
 """Gaps that differ by less than this share of a lag that is no fault are no fault either, however short they are."""
 
+_NEEDED: Final = ("arrival", "scheduled_s", "sent_s", "cap_wait_s", "send_lag_s", "ttft_s")
+
 
 def check_pacing(requests: pd.DataFrame) -> list[str]:
     """One sentence for every way in which the requests of one cell and repeat were not sent as drawn."""
-    if requests.empty or (requests["arrival"] == CLOSED).any():
+    if requests.empty or _arrival(requests) == CLOSED:
         return []
-    derived = requests if "send_lag_s" in requests else derive(requests)
+    derived = (requests if "send_lag_s" in requests else derive(requests))[[*_NEEDED]]
     was_sent = derived["sent_s"].notna().to_numpy()
     was_held = (derived["cap_wait_s"] > ROUNDING_S).to_numpy()
     in_burst = _are_at_once(derived) & was_sent & ~was_held
@@ -43,7 +45,7 @@ def check_pacing(requests: pd.DataFrame) -> list[str]:
     found = [*_burst_spread(derived[in_burst]), *_lag(derived[apart])]
     if was_sent.all() and not was_held.any():
         found += _span(derived)
-    return found + _constant_gaps(derived[apart & ~was_held & (derived["arrival"] == "constant")])
+    return found + (_constant_gaps(derived[apart & ~was_held]) if _arrival(derived) == "constant" else [])
 
 
 def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
@@ -52,8 +54,7 @@ def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
     Judged burst by burst, where that holds and where nobody else asked for a slot at the same time.
     """
     bursts = _bursts(requests)
-    rejects = bursts.of["rejects"].to_numpy()
-    asked = bursts.of["asked"].to_numpy()
+    rejects, asked = bursts.rejects, bursts.asked
     due = np.zeros_like(asked) if limit is None else np.maximum(0, asked - limit)
     applies = (bursts.inflight_before == 0) & (bursts.freed_during == 0) & (bursts.strangers == 0)
     wrong = np.flatnonzero(applies & (rejects != due))
@@ -74,68 +75,64 @@ def slots_freed_during_burst(requests: pd.DataFrame) -> int | None:
     Only where it is 0 does the number of refusals follow from the limit alone.
     """
     bursts = _bursts(requests)
-    return int(bursts.freed_during.sum()) if len(bursts.of) else None
+    return int(bursts.freed_during.sum()) if bursts.asked.size else None
 
 
 class _Bursts(NamedTuple):
-    """One row, or element, per burst of which somebody asked for a slot.
+    """One element per burst of which somebody asked for a slot.
 
-    `of` has `asked` and `rejects`. The others count what was in flight at its first send, and, until its last request
-    had its answer, the slots that came free and the requests of others that asked.
+    `asked` and `rejects` are of its own requests. The others count what was in flight at its first send, and, until
+    its last request had its answer, the slots that came free and the requests of others that asked.
     """
 
-    of: pd.DataFrame
+    asked: NDArray[np.int64]
+    rejects: NDArray[np.int64]
     inflight_before: NDArray[np.int64]
     freed_during: NDArray[np.int64]
     strangers: NDArray[np.int64]
 
 
 def _bursts(requests: pd.DataFrame) -> _Bursts:
-    asked_s = requests[["reserved_s", "rejected_s"]].max(axis=1)
+    due_s, sent_s, reserved_s, admitted_s, rejected_s, released_s = (
+        requests[f"{stage}_s"].to_numpy(dtype=np.float64)
+        for stage in ("scheduled", "sent", "reserved", "admitted", "rejected", "released")
+    )
+    asked_s = np.fmax(reserved_s, rejected_s)
     # The stamp of a reservation lies before it, what came of it after: a release between the two may have come first.
-    answered_s = requests[["reserved_s", "rejected_s", "admitted_s"]].max(axis=1)
-    frame = pd.DataFrame(
-        {
-            "due_s": requests["scheduled_s"],
-            "sent_s": requests["sent_s"],
-            "asked_s": asked_s,
-            "answered_s": answered_s,
-            "rejected_s": requests["rejected_s"],
-        }
-    )
-    bursts = (
-        frame[_are_at_once(requests) & asked_s.notna()]
-        .groupby("due_s")
-        .agg(
-            start_s=("sent_s", "min"),
-            end_s=("answered_s", "max"),
-            asked=("asked_s", "count"),
-            rejects=("rejected_s", "count"),
-        )
-    )
-    start_s, end_s = bursts["start_s"].to_numpy(), bursts["end_s"].to_numpy()
-    taken, freed, asks = (
-        _sorted(stamps) for stamps in (requests["reserved_s"], requests["released_s"], asked_s)
-    )
+    answered_s = np.fmax(asked_s, admitted_s)
+    members = _are_at_once(requests) & ~np.isnan(asked_s)
+    due_s, which, asked = np.unique(due_s[members], return_inverse=True, return_counts=True)
+    start_s, end_s = np.full(due_s.size, np.inf), np.full(due_s.size, -np.inf)
+    np.fmin.at(start_s, which, sent_s[members])
+    np.fmax.at(end_s, which, answered_s[members])
+    taken, freed, asks = (_sorted(stamps) for stamps in (reserved_s, released_s, asked_s))
     freed_before = np.searchsorted(freed, start_s, "left")
+    asked_before = np.searchsorted(asks, start_s, "left")
     return _Bursts(
-        bursts,
+        asked,
+        rejects=np.bincount(which[~np.isnan(rejected_s[members])], minlength=due_s.size),
         inflight_before=np.searchsorted(taken, start_s, "left") - freed_before,
         freed_during=np.searchsorted(freed, end_s, "right") - freed_before,
-        strangers=np.searchsorted(asks, end_s, "right")
-        - np.searchsorted(asks, start_s, "left")
-        - bursts["asked"].to_numpy(),
+        strangers=np.searchsorted(asks, end_s, "right") - asked_before - asked,
     )
 
 
 def _are_at_once(requests: pd.DataFrame) -> NDArray[np.bool_]:
+    arrival = _arrival(requests)
+    if arrival in ("burst", CLOSED):
+        return np.full(len(requests), arrival == "burst")
     _, which, sizes = np.unique(requests["scheduled_s"].to_numpy(), return_inverse=True, return_counts=True)
-    arrival = requests["arrival"]
-    at_once: NDArray[np.bool_] = ((sizes[which] > 1) | (arrival == "burst")) & (arrival != CLOSED)
-    return np.asarray(at_once)
+    return np.asarray(sizes[which] > 1)
+
+
+def _arrival(requests: pd.DataFrame) -> object:
+    """The same in all rows of a cell; None where there are none."""
+    return None if requests.empty else requests["arrival"].iloc[0]
 
 
 def _burst_spread(sent: pd.DataFrame) -> list[str]:
+    if sent.empty:
+        return []
     bursts = sent.groupby("scheduled_s")["sent_s"].agg(["min", "max", "size"])
     spread_s = (bursts["max"] - bursts["min"]).to_numpy()
     size = bursts["size"].to_numpy()
@@ -160,13 +157,14 @@ def _lag(sent: pd.DataFrame) -> list[str]:
 
 def _span(sent: pd.DataFrame) -> list[str]:
     """From the first to the last moment at which something was due, of a burst its first send."""
-    firsts = sent.groupby("scheduled_s")["sent_s"].min()
-    drawn_s = float(firsts.index[-1] - firsts.index[0])
-    sent_s = float(firsts.iloc[-1] - firsts.iloc[0])
+    due_s, sent_s = sent["scheduled_s"].to_numpy(), sent["sent_s"].to_numpy()
+    first_s, last_s = due_s.min(), due_s.max()
+    drawn_s = float(last_s - first_s)
+    span_s = float(sent_s[due_s == last_s].min() - sent_s[due_s == first_s].min())
     # A lag that is no fault is no difference: in a short run it would be over 1 %.
-    if abs(sent_s - drawn_s) <= max(_SEND_LAG_S, _SENT_SPAN_SHARE * drawn_s):
+    if abs(span_s - drawn_s) <= max(_SEND_LAG_S, _SENT_SPAN_SHARE * drawn_s):
         return []
-    return [f"requests were sent over {_ms(sent_s)}, the schedule spans {_ms(drawn_s)}: more than 1 % apart"]
+    return [f"requests were sent over {_ms(span_s)}, the schedule spans {_ms(drawn_s)}: more than 1 % apart"]
 
 
 def _constant_gaps(sent: pd.DataFrame) -> list[str]:
@@ -187,9 +185,8 @@ def _constant_gaps(sent: pd.DataFrame) -> list[str]:
     return [f"the gaps between constant arrivals of {_ms(gap_s)} vary by {cv}"]
 
 
-def _sorted(stamps: pd.Series[Any]) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = np.sort(stamps.dropna().to_numpy(dtype=np.float64))
-    return values
+def _sorted(stamps: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.sort(stamps[~np.isnan(stamps)])
 
 
 def _ms(seconds: float) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from roseinfer.bench.ratios import fewest_repeats
 from roseinfer.bench.records import derive
 from roseinfer.bench.sides import Side, exactly
 from roseinfer.bench.stats import Interval, cluster_bootstrap, median_interval, percentiles, smallest_sample
-from roseinfer.bench.summary import METRICS, samples_of
+from roseinfer.bench.summary import METRICS, SUMMARY_SCHEMA, samples_of
 
 _DRAWS: Final = 2000
 _ROUGH: Final = 10
@@ -63,7 +63,7 @@ def pooled_figure(run: Side, cell: str, metric: str, level: float) -> PooledFigu
         else:
             interval = cluster_bootstrap(runs_ms, _PERCENT[latency[1]], draws=_DRAWS, seed=seed, level=level)
         return PooledFigure(interval, n, r, least, 2, rough)
-    if run.is_simulated or pd.api.types.is_integer_dtype(run.summary[metric].dropna().convert_dtypes()):
+    if run.is_simulated or pa.types.is_integer(SUMMARY_SCHEMA.field(metric).type):
         return PooledFigure(exactly(value), n, r)
     if metric in _PER:
         weights = repeats[_PER[metric]].to_numpy(dtype=np.float64)

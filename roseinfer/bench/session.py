@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TextIO
 
 import pandas as pd
 
-from roseinfer.bench import report, sweep
+from roseinfer.bench import measurement, report
 from roseinfer.bench.environment import describe_environment, public_command
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
@@ -36,11 +36,12 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model")
 
 
 class _Bench(NamedTuple):
-    """What cells are run on. `model` says in run.json what computes."""
+    """What cells are run on. `model` says in run.json what computes, `notes` what a reader must know of the load."""
 
-    target: sweep.Target
+    target: measurement.Target
     source: WorkloadSource
     model: dict[str, Any]
+    notes: list[str]
 
 
 class Session:
@@ -69,9 +70,12 @@ class Session:
         self._slos = [parse_slo(text) for text in experiment.slos]
         for text in experiment.goals:
             parse_goal(text)
-        self._cost_model = None if options.cost_model is None else CostModel.read(options.cost_model)
-        if self._cost_model is None:
+        self._simulated: SimTarget | None = None  # None: an engine
+        if options.cost_model is None:
             self._check_model()
+        else:
+            self._simulated = SimTarget(CostModel.read(options.cost_model), experiment)
+            experiment.check_fits(self._simulated.max_model_len)
         if resume is None:
             check_name("--experiment-name", self._name)
             self._run_id = new_run_id(datetime.now(UTC)) if options.run_id is None else options.run_id
@@ -122,20 +126,20 @@ class Session:
         with self._progress as progress, ExitStack() as claims:
             bench = self._set_up(progress)
             workload = bench.source.table()
-            manifest = sweep.manifest(experiment, bench.model, workload, bench.source.notes, self._command)
+            manifest = measurement.manifest(experiment, bench.model, workload, bench.notes, self._command)
             if self.folder is not None:
                 self._check_same(self.folder, manifest)
                 claims.enter_context(self.folder.claimed())
                 self.folder.clear_leftovers()
             if self.folder is None or not self.folder.is_compacted:
-                if self._cost_model is None:
-                    sweep.warm_up(experiment, bench.target, bench.source, progress)
+                if self._simulated is None:
+                    measurement.warm_up(experiment, bench.target, bench.source, progress)
                 if self.folder is None:  # not earlier: where the warm-up fails there is no run
                     self.folder = RunFolder.create(options.output_dir, self._name, self._run_id, manifest)
                     claims.enter_context(self.folder.claimed())
-                sweep.measure(experiment, bench.target, bench.source, self.folder, progress)
+                measurement.measure(experiment, bench.target, bench.source, self.folder, progress)
             progress("summing up")
-            self.summary = sweep.conclude(self.folder, workload)
+            self.summary = measurement.conclude(self.folder, workload)
             self._requests = self.folder.read_requests()
             self.conclusions = report.conclusions(self.summary)
             if self._slos:
@@ -146,10 +150,9 @@ class Session:
 
     def _set_up(self, progress: Progress) -> _Bench:
         experiment, options = self.experiment, self.experiment.options
-        if self._cost_model is not None:
-            simulated = SimTarget(self._cost_model, experiment)
+        if (simulated := self._simulated) is not None:
             source = WorkloadSource(experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
-            return _Bench(simulated, source, simulated.describe())
+            return _Bench(simulated, source, simulated.describe(), [*source.notes, *simulated.notes()])
         progress("loading the model")
         from roseinfer.engine import InferenceEngine
 
@@ -168,7 +171,7 @@ class Session:
         )
         kind = check_model_source(options.model).kind
         model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
-        return _Bench(InProcessTarget(engine, experiment), source, model)
+        return _Bench(InProcessTarget(engine, experiment), source, model, source.notes)
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -182,7 +185,7 @@ class Session:
         manifest = self.folder.manifest
         width = shutil.get_terminal_size().columns if out.isatty() else None
         if reports:
-            warmup_runs = self.experiment.options.warmup_runs if self._cost_model is None else 0
+            warmup_runs = self.experiment.options.warmup_runs if self._simulated is None else 0
             for run in range(warmup_runs):
                 print(f"=== warmup {run + 1}/{warmup_runs} ===", file=out)
             model, device = manifest["model"]["model"], manifest["model"]["device"]
@@ -205,9 +208,9 @@ class Session:
         print(f"Run: {self.folder.path}", file=out, flush=True)
 
     def draw(self, out: TextIO) -> None:
-        """Draws the figures and says where they are; of a simulation, which is quicker than they are, how to get them."""
+        """Draws the figures and says where they are; a simulation does not wait for them, and says how to get them."""
         assert self.folder is not None
-        if self._cost_model is not None:
+        if self._simulated is not None:
             print(f"Figures: roseinfer-bench plot {shlex.quote(str(self.folder.path))}", file=out)
             return
         with self._progress as progress:
@@ -257,4 +260,4 @@ def draw_figures(folder: RunFolder, output_dir: Path | None, *, explain: bool = 
     )
     place = folder.path / "figures" if output_dir is None else output_dir
     steps = folder.read_steps() if explain else None
-    return draw_all(requests, sweep.summary_of(folder), caption, place, steps=steps)
+    return draw_all(requests, measurement.summary_of(folder), caption, place, steps=steps)

@@ -15,12 +15,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from roseinfer.bench.labels import tidy_cells
+from roseinfer.bench.measurement import summary_of
 from roseinfer.bench.ratios import fewest_repeats, paired_ratio, repeats_needed, unpaired_ratio
 from roseinfer.bench.records import FACTORS, REQUEST_SCHEMA, flattened
 from roseinfer.bench.stats import Interval
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.bench.summary import pooled
-from roseinfer.bench.sweep import summary_of
 
 MACHINE: Final = ("cpu_model", "cores_usable", "gpus")
 """What of the environment makes another machine of it. Threads, versions and the like are notes."""
@@ -143,19 +143,29 @@ def compare_cell(run: Side, baseline: Side, cell: str, metric: str, level: float
     n, repeats = run.count(cell, metric), (len(a), len(b))
     if run.is_simulated:
         return Comparison(exactly(_ratio(run, baseline, cell, metric)), n, repeats, 1, 1)
-    carries = fewest_repeats(level, pairs)
-    x, y = a.to_numpy(), b.to_numpy()
-    if len(a) and len(b) and not x.any() and not y.any():
+    return comparison_of(_array(a), _array(b), paired=pairs, level=level, n=n)
+
+
+def _array(values: pd.Series[float]) -> NDArray[np.float64]:
+    return np.asarray(values, dtype=np.float64)
+
+
+def comparison_of(
+    run: NDArray[np.float64], baseline: NDArray[np.float64], *, paired: bool, level: float, n: int
+) -> Comparison:
+    """The ratio of the per-repeat values of two sides, those of shared blocks at the same place."""
+    repeats, carries = (len(run), len(baseline)), fewest_repeats(level, paired)
+    ever, before = bool(run.any()), bool(baseline.any())
+    if min(repeats) and not ever and not before:
         return Comparison(exactly(1.0), n, repeats, carries, carries)
-    if len(a) and len(b) and (not x.any() or not y.any()) and (x.all() or y.all()):
-        point = math.inf if x.all() else 0.0  # never and always: as far apart as ranks can be
+    if min(repeats) and ((run.all() and not before) or (baseline.all() and not ever)):
+        point = math.inf if ever else 0.0  # always against never: as far apart as ranks can be
         sure = min(repeats) >= carries
-        return Comparison(
-            exactly(point) if sure else Interval(-math.inf, point, math.inf), n, repeats, carries, carries
-        )
-    ratio = paired_ratio if pairs else unpaired_ratio
-    needed = max(carries, repeats_needed(x, y, pairs))
-    return Comparison(ratio(x, y, level), n, repeats, needed, carries)
+        interval = exactly(point) if sure else Interval(-math.inf, point, math.inf)
+        return Comparison(interval, n, repeats, carries, carries)
+    interval = (paired_ratio if paired else unpaired_ratio)(run, baseline, level)
+    needed = max(carries, repeats_needed(run, baseline, paired))
+    return Comparison(interval, n, repeats, needed, carries)
 
 
 def compare_shares(run: Side, baseline: Side, cell: str, metric: str, level: float) -> Interval:
@@ -168,7 +178,7 @@ def compare_shares(run: Side, baseline: Side, cell: str, metric: str, level: flo
     if share_blocks(run, baseline):
         both = a.index.intersection(b.index)
         a, b, ratio = a[both], b[both], paired_ratio
-    found = ratio(np.exp(a.to_numpy()), np.exp(b.to_numpy()), level)  # log of a ratio of exp is a difference
+    found = ratio(np.exp(_array(a)), np.exp(_array(b)), level)  # log of a ratio of exp is a difference
     return Interval(*(math.log(bound) if 0 < bound < math.inf else bound for bound in found))
 
 
@@ -200,7 +210,12 @@ def notes_on(run: Side, baseline: Side) -> list[str]:
     before, now = (
         _without_machine(side.manifest) if run.is_simulated else side.manifest for side in (baseline, run)
     )
-    notes = [f"baseline and run differ: {difference}" for difference in differences(before, now)]
+    notes = []
+    if run.is_simulated:
+        differing, of, first = differing_rows(run, baseline)
+        where = "" if first is None else f", the first: {first}"
+        notes.append(f"{differing} of {of} simulated requests differ from the baseline's{where}")
+    notes += [f"baseline and run differ: {difference}" for difference in differences(before, now)]
     notes += [
         f"{side.name} is not finished: {len(side.folder.finished_cells())} cells and repeats are"
         for side in (baseline, run)

@@ -51,6 +51,18 @@ class SimTarget:
             "device": "virtual clock",
         }
 
+    def notes(self) -> list[str]:
+        """What a reader must know of the load on this target."""
+        load, limits = self._experiment.load, [cell.max_inflight for cell in self._experiment.cells]
+        users = load.max_concurrency if load.is_closed else None
+        if users is None or all(limit is None or limit >= users for limit in limits):
+            return []
+        note = (
+            "a refusal takes no virtual time, so users of a closed loop who meet a limit below their number are"
+            " refused over and over at once, until nothing is left to send"
+        )
+        return [note]
+
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat, from the first arrival (time zero) to the last token."""
         limits, rules = self._limits(cell), self._rules()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -157,5 +158,6 @@ def _at_rank(ordered: NDArray[np.float64], rank: int) -> float:
     return float(ordered[rank - 1]) if rank >= 1 else math.nan
 
 
+@lru_cache(maxsize=64)
 def _exact(number: float) -> Fraction:
     return Fraction(str(float(number)))

@@ -55,8 +55,7 @@ def mser5(values: ArrayLike) -> WarmUp:
 
 def has_warm_up(requests: pd.DataFrame) -> bool:
     """Whether warm-up is cut from these rows of one cell: an open loop without bursts, which are all transient."""
-    first = requests.iloc[0]
-    return bool(first["arrival"] in OPEN_LOOP and pd.isna(first["burst_size"]))
+    return _is_open_loop(requests) and bool(pd.isna(requests["burst_size"].iloc[0]))
 
 
 def warm_up(derived: pd.DataFrame) -> tuple[WarmUp, NDArray[np.bool_]] | None:
@@ -96,8 +95,7 @@ def recoveries_s(derived: pd.DataFrame) -> NDArray[np.float64]:
     A request that never left the queue, refused ones too, counts as an endless wait. Empty for other arrivals, and
     where no burst has a finite level before it.
     """
-    first = derived.iloc[0]
-    if first["arrival"] not in OPEN_LOOP or pd.isna(first["burst_size"]):
+    if not _is_open_loop(derived) or has_warm_up(derived):
         return np.empty(0)
     ordered = derived.sort_values(["scheduled_s", "request_index"])
     due_s = ordered["scheduled_s"].to_numpy(dtype=np.float64)
@@ -121,6 +119,10 @@ def recoveries_s(derived: pd.DataFrame) -> NDArray[np.float64]:
             over = begin + back
         found.append(np.inf if back is None else background_s[over] - burst_s)
     return np.array(found)
+
+
+def _is_open_loop(requests: pd.DataFrame) -> bool:
+    return requests["arrival"].iloc[0] in OPEN_LOOP
 
 
 def _first_back(waits_s: NDArray[np.float64], level_s: float) -> int | None:

@@ -29,7 +29,6 @@ from roseinfer.bench.labels import label_cells, limits_of
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.stats import percentile
 
-
 _TICK_CHARS: Final = 22
 
 

@@ -126,13 +126,19 @@ def summarise(
     found = set()
     for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
         cell = derive(_rows_at(requests, places))
+        # Compared and counted again and again: numbers instead of strings.
+        cell["outcome"] = pd.Categorical(cell["outcome"], categories=[str(outcome) for outcome in Outcome])
+        identity = {name: cell[name].iloc[0] for name in _IDENTITY}
         repeats = []
         places_of: Mapping[Any, Any] = cell.groupby("repeat").indices
         for repeat in sorted(places_of):
             key = (str(cell_id), int(repeat))
             found.add(key)
             if key in facts:
-                repeats.append(_repeat(_rows_at(cell, places_of[repeat]), facts[key], max_error_share, goals))
+                measured = _rows_at(cell, places_of[repeat])
+                figures = _repeat(measured, facts[key], max_error_share, goals)
+                figures.row.update({**identity, "repeat": repeat})
+                repeats.append(figures)
         rows += [*[one.row for one in repeats], _pooled_row(repeats, seed)] if repeats else []
     if found != set(facts):
         differing = ", ".join(f"{cell} repeat {repeat}" for cell, repeat in sorted(found ^ set(facts)))
@@ -189,7 +195,6 @@ def _repeats_needed(p99s: Sequence[float]) -> int | None:
 def _repeat(
     derived: pd.DataFrame, known: CellFacts, max_error_share: float, goals: Sequence[Goal]
 ) -> _Repeat:
-    first = derived.iloc[0]
     reasons = check_cell(derived, known, max_error_share=max_error_share)
     count = derived["outcome"].value_counts()
     completed = (derived["outcome"] == Outcome.COMPLETED).to_numpy(dtype=bool)
@@ -198,11 +203,10 @@ def _repeat(
     warmup, kept = cut or (None, np.ones(len(derived), dtype=bool))
     recoveries = recoveries_s(derived)
     after_start_s = np.empty(0)
-    if first["arrival"] == CLOSED and known.max_concurrency is not None:
+    if derived["arrival"].iloc[0] == CLOSED and known.max_concurrency is not None:
         later = completed & (derived["request_index"] >= known.max_concurrency).to_numpy(dtype=bool)
         after_start_s = _measured(derived, "ttft", later)
     row = {
-        **{name: first[name] for name in _IDENTITY},
         "started_utc": known.started_utc,
         "valid": not reasons,
         "invalid_reasons": "; ".join(reasons) or None,

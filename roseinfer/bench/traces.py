@@ -10,6 +10,7 @@ A row with 0 output tokens is a failure of its day: it is left out, and said.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -94,7 +95,9 @@ class Trace:
         if load.duration_s is not None:
             played += f", as far as they are due within {load.duration_s:g} s"
         scales = (("time", load.time_scale), ("token counts", load.length_scale))
-        said = [", ".join([f"{name}: {played}", *(f"{what} times {x:g}" for what, x in scales if x != 1)]) + "."]
+        said = [
+            ", ".join([f"{name}: {played}", *(f"{what} times {x:g}" for what, x in scales if x != 1)]) + "."
+        ]
         said += [f"{name}: {note}" for note in self.notes]
         if self.tick_s is not None:
             most = int(np.unique(self.arrived_s, return_counts=True)[1].max())
@@ -151,7 +154,7 @@ def _trace(path: Path, names: _Format, table: pd.DataFrame) -> Trace:
         if wrong.any():
             row = int(np.argmax(wrong))
             line = _lines(path, is_json)[row]
-            shown = table[name].iloc[row]
+            (shown,) = table[name].iloc[[row]].tolist()
             raise InputError("--trace", str(path), f"line {line}: {name} {shown!r} is {what}")
     notes = []
     served = outputs > 0
@@ -202,24 +205,22 @@ def _tick_s(arrived_s: NDArray[np.float64]) -> float | None:
 
 def _read_csv(path: Path, names: _Format) -> pd.DataFrame:
     columns = names[:3]
-    try:
-        table = pa.csv.read_csv(
-            path,
-            convert_options=pa.csv.ConvertOptions(
-                include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
-            ),
-        )
-    except pa.ArrowInvalid as error:
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-        width = lines[0][1].count(",")
-        for number, line in lines:
-            if line.count(",") != width:
-                why = f"line {number}: {line.count(',') + 1} fields where the header has {width + 1}"
-                raise InputError("--trace", str(path), why) from error
-        raise InputError("--trace", str(path), str(error)) from error
-    frame: pd.DataFrame = table.to_pandas()
-    return frame
+    for numbers in (pa.float64(), pa.string()):  # text is slow, but keeps the field that is no number
+        types = dict.fromkeys(columns, numbers)
+        if names.unit_s is None:
+            types[names.arrived] = pa.string()
+        convert = pa.csv.ConvertOptions(include_columns=columns, column_types=types)
+        with suppress(pa.ArrowInvalid):
+            frame: pd.DataFrame = pa.csv.read_csv(path, convert_options=convert).to_pandas()
+            return frame
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        lines = [(number, line.count(",") + 1) for number, line in enumerate(file, 1) if line.strip()]
+    width = lines[0][1]
+    for number, fields in lines:
+        if fields != width:
+            why = f"line {number}: {fields} fields where the header has {width}"
+            raise InputError("--trace", str(path), why)
+    raise InputError("--trace", str(path), "cannot be read as CSV")
 
 
 def _read_json(path: Path) -> pd.DataFrame:

@@ -101,10 +101,12 @@ def _rows(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     """Exactly one row, with exactly one known outcome, per offered request."""
     index = requests["request_index"].to_numpy(dtype=np.int64)
     offered = np.arange(facts.offered)
-    lost = np.setdiff1d(offered, index)
-    stray = np.setdiff1d(index, offered)
-    values, times = np.unique(index, return_counts=True)
-    doubled = values[times > 1]
+    lost = stray = doubled = index[:0]
+    if not np.array_equal(index, offered):
+        lost = np.setdiff1d(offered, index)
+        stray = np.setdiff1d(index, offered)
+        values, times = np.unique(index, return_counts=True)
+        doubled = values[times > 1]
     known = requests["outcome"].isin([str(outcome) for outcome in Outcome])
     outcomes = int(known.sum())
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from roseinfer.bench.check import Judgement, Report
+from roseinfer.bench.check import Report
 from roseinfer.bench.compare import DISTRIBUTION, Difference, Differences
+from roseinfer.bench.judgement import Judgement
 from roseinfer.bench.stats import Interval
 
 Row = tuple[list[str], str]

@@ -129,8 +129,8 @@ def closed_loop(users: int = 3, n: int = 60) -> pd.DataFrame:
 
 
 SHAPES: dict[str, Callable[[], pd.DataFrame]] = {
-    "poisson": lambda: rates((30.0,), repeats=2, n=400),
-    "rates": lambda: rates(repeats=2, n=40),
+    "poisson": lambda: rates((30.0,), repeats=2, n=300),
+    "rates": lambda: rates((10, 100), repeats=2, n=12),
     "bursts over background": bursts_over_background,
     "periodic bursts": periodic_bursts,
     "closed loop": closed_loop,
@@ -140,11 +140,6 @@ SHAPES: dict[str, Callable[[], pd.DataFrame]] = {
 
 
 def _refused(requests: pd.DataFrame) -> pd.DataFrame:
-    stamps = [
-        name
-        for name in requests.columns
-        if name.endswith("_s") and name not in ("scheduled_s", "permitted_s", "sent_s")
-    ]
-    return requests.assign(
-        **dict.fromkeys(stamps), outcome="rejected", rejected_s=0.001, output_tokens=np.nan
-    )
+    nothing = requests.assign(token_times_s=None, output_tokens=np.nan, outcome="rejected")
+    nothing.loc[:, "reserved_s":"received_last_s"] = np.nan
+    return nothing.assign(rejected_s=0.001, ended_s=0.001, reject_stage="submit")

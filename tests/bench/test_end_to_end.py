@@ -237,7 +237,7 @@ def test_a_local_model_must_be_named_again(
 ) -> None:
     assert ask(["sweep", "--resume", str(stopped[0])]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "measured the local model 'tiny-gpt2'" in line
+    assert "was made with --model tiny-gpt2" in line
     assert "add --model PATH" in line
 
 

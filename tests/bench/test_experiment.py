@@ -107,8 +107,8 @@ def test_num_requests_is_the_burst_where_no_burst_is_named() -> None:
 
 def test_spaced_requests_are_no_burst() -> None:
     made = experiment(num_requests=5, submit_interval_ms=2.0)
-    assert made.is_paced
-    assert made.interval_s == 0.002
+    assert made.load.arrival == "constant"
+    assert made.cells[0].request_rate == 500
     assert made.cells[0].burst_size is None
     assert made.offered(made.cells[0]) == 5
 
@@ -187,8 +187,18 @@ def test_a_trace_that_does_not_fit_names_the_line_and_the_cure() -> None:  # cas
     made.check_fits(8192)
     experiment(trace=TRACE, length_scale=0.1).check_fits(1024)
     experiment(trace=TRACE, num_requests=4).check_fits(1024)  # what is not played need not fit
-    experiment(trace=TRACE, duration=10.0).check_fits(1024)
+    experiment(trace=TRACE, duration=5.0).check_fits(1024)
     experiment(trace=TRACE, prompt_len="8").check_fits(1024)
+
+
+def test_a_request_that_jitter_may_bring_forward_must_fit_too() -> None:
+    ticking = experiment(trace=TRACE.with_name("mooncake_conversation_lengths.csv"), duration=3.0)
+    assert ticking.trace is not None
+    stamps, needs = ticking.trace.arrived_s, ticking.trace.prompt_tokens + ticking.trace.output_tokens
+    first, second = needs[stamps < 2].max(), needs[stamps < 4].max()
+    assert first < second
+    ticking.check_fits(int(second))
+    assert refused(ticking, int(second) - 1).name == "--trace"  # though stamped at 3.0
 
 
 def test_a_trace_must_fit_the_kv_cache_too() -> None:

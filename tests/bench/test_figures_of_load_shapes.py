@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
@@ -13,7 +12,8 @@ from matplotlib.figure import Figure
 from roseinfer.bench import plots
 from roseinfer.bench.figure_style import Caption
 from roseinfer.bench.records import STEP_SCHEMA
-from tests.bench.load_shapes import SHAPES, rates, summary_of
+from roseinfer.bench.timeline import draw_timeline
+from tests.bench.load_shapes import SHAPES, summary_of
 
 CAPTION = Caption(model="builtin:gpt2", machine="2 cores of something", run_id="run-7")
 NO_STEPS = pd.DataFrame({name: [] for name in STEP_SCHEMA.names})
@@ -52,13 +52,10 @@ def test_every_shape_of_load_has_its_figures(
             assert not any(left.overlaps(right) for left, right in pairwise(boxes))
 
 
-def test_of_many_combinations_some_are_drawn_from_the_first_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = rates(np.arange(1, 12), limits=(None,), repeats=1, n=3)
+def test_of_many_combinations_some_are_drawn_from_the_first_to_the_last() -> None:
+    data = pd.DataFrame({"combination": [f"{rate} requests/s" for rate in range(1, 12)]})
 
-    figures = drawn(requests, tmp_path, monkeypatch)
+    figures = plots._one_each("timeline", data, draw_timeline)
 
-    assert [name for name in figures if name.startswith("timeline")] == [
-        f"timeline_{number}" for number in (1, 3, 5, 7, 9, 11)
-    ]
+    assert [name for name, _, _ in figures] == [f"timeline_{number}" for number in (1, 3, 5, 7, 9, 11)]
+    assert [list(part["combination"]) for _, part, _ in figures[:2]] == [["1 requests/s"], ["3 requests/s"]]

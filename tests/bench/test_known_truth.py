@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -75,7 +76,7 @@ class Diary:
 
 
 def measured(
-    patch: pytest.MonkeyPatch, load: Workload, steps_s: list[tuple[float, ...]], **flags: Any
+    patch: pytest.MonkeyPatch, load: Workload, steps_s: Sequence[Sequence[float]], **flags: Any
 ) -> tuple[pd.DataFrame, Diary]:
     """The rows of one cell, with their derived columns. `steps_s`: what each step of each request lasts."""
     diary = Diary()
@@ -166,7 +167,7 @@ def test_latency_counts_from_the_schedule_also_where_the_client_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # case C1
     """A tenth of the case's times: 50 ms of service at 100 requests a second, one at a time."""
-    due_s = 0.01 * np.arange(8)
+    due_s = np.arange(8) / 100
     load, flags = texts(due_s, "constant", 1), {"submit_interval_ms": 10.0, "max_concurrency": 1}
     rows, diary = measured(monkeypatch, load, [(0.05,)] * 8, **flags)
     truth = diary.stages(due_s)
@@ -194,8 +195,8 @@ def test_latency_from_the_schedule_is_exact_on_a_virtual_clock() -> None:  # cas
 
 
 def test_one_stall_in_twenty_streams_is_the_largest_gap(monkeypatch: pytest.MonkeyPatch) -> None:  # case E7
-    steps_s = [(0.001,) * 5] * 20
-    steps_s[11] = (0.001, 0.001, 0.001, 0.250, 0.001)
+    steps_s = [[0.001] * 5 for _ in range(20)]
+    steps_s[11][3] = 0.250
     rows, diary = measured(monkeypatch, texts(np.zeros(20), "burst", 5), steps_s)
     stalled = rows["largest_itl_s"].to_numpy()
     assert stalled.argmax() == 11

@@ -296,7 +296,7 @@ def test_a_request_that_failed_is_marked_and_counted(one_burst: Frames) -> None:
 
 def test_only_the_first_burst_is_drawn(one_burst: Frames) -> None:
     requests = one_burst[0]
-    second = requests.assign(request_index=requests["request_index"] + BURST, scheduled_s=9.0)  # periodic bursts
+    second = requests.assign(request_index=requests["request_index"] + BURST, scheduled_s=9.0)
 
     assert len(gantt_data(pd.concat([requests, second]))) == len(LIMITS) * BURST
 

@@ -24,6 +24,14 @@ class Fusing(WordTokenizer):
         return super().encode(text)[::2] if len(text.split()) > 3 else super().encode(text)
 
 
+class Crossing(WordTokenizer):
+    """The fifth token depends on the sixth: a shared prefix of five cannot be kept, though the length can."""
+
+    def encode(self, text: str) -> list[int]:
+        ids = super().encode(text)
+        return [*ids[:4], (ids[4] + ids[5] + 1) % len(WORDS), *ids[5:]] if len(ids) > 5 else ids
+
+
 class WithoutWords(WordTokenizer):
     def decode(self, ids: list[int]) -> str:
         return "*" * len(ids)
@@ -124,3 +132,10 @@ def test_prompts_are_made_when_they_are_asked_for() -> None:
     assert made == [7, 999_999, 2, 3]
     with pytest.raises(IndexError):
         prompts[1_000_000]
+
+
+def test_a_prefix_that_comes_out_differently_is_never_given_out() -> None:  # case I1
+    maker = PromptMaker(Crossing(), len(WORDS))
+    assert maker.text(0, 0, 8, prefix_tokens=4)
+    with pytest.raises(InputError, match="no text of this length"):
+        maker.text(0, 0, 8, prefix_tokens=5)

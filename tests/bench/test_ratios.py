@@ -194,10 +194,10 @@ def test_enough_means_that_nine_of_ten_estimates_of_15_percent_exceed_10_percent
     assert round(ENOUGH_STANDARD_ERROR, 3) == 0.035
 
 
-def logs_with_sd(sd: float, n: int) -> np.ndarray:
+def logs_with_sd(sd: float, n: int) -> list[float]:
     """Values whose logarithms have exactly this standard deviation."""
     z = np.random.default_rng(5).normal(size=n)
-    return np.exp(sd * (z - z.mean()) / z.std(ddof=1))
+    return [float(value) for value in np.exp(sd * (z - z.mean()) / z.std(ddof=1))]
 
 
 @pytest.mark.parametrize(("sd", "n"), [(0.03, 2), (0.05, 5), (0.10, 17), (0.20, 67)])

@@ -32,7 +32,8 @@ SEED_LABELS = [
 
 def burst_lines(rows: pd.DataFrame, **flags: Any) -> dict[str, str]:
     """Label to the rest of the line."""
-    text = report.burst_report(rows, experiment(**flags), "builtin:gpt2", "cpu")
+    made = experiment(**flags)
+    text = report.burst_report(rows, made, made.model_name, "cpu")
     return dict(re.match(r"(.*?)(?: p50/\S*)?: (.*)", line).groups() for line in text.splitlines()[1:])  # type: ignore[union-attr, misc]
 
 
@@ -246,7 +247,7 @@ def test_a_column_wider_than_the_terminal_is_shown_all_the_same() -> None:
 def test_there_is_a_table_for_each_combination_of_the_other_factors() -> None:
     titles = [
         table.splitlines()[0]
-        for table in report.tables(sweep_summary(bursts=(64, 128), prompt_lens=(16, 32)))
+        for table in report.tables(sweep_summary((16,), bursts=(64, 128), prompt_lens=(16, 32), repeats=2))
     ]
     assert titles == [
         f"burst {burst}, prompt tokens {length}, new tokens 4" for burst in (64, 128) for length in (16, 32)
@@ -350,7 +351,10 @@ def test_only_all_and_none_read_so(share: float, text: str) -> None:
 
 
 def test_the_heading_names_arrivals_and_rate() -> None:
-    headings = [table.splitlines()[0] for table in report.tables(shaped_summary(rates((0.5, 25.0), n=40)))]
+    headings = [
+        table.splitlines()[0]
+        for table in report.tables(shaped_summary(rates((0.5, 25.0), limits=(None,), repeats=1, n=40)))
+    ]
     assert headings == [
         "poisson arrivals, prompt tokens 32, new tokens 2, requests/s 0.5",  # case H1
         "poisson arrivals, prompt tokens 32, new tokens 2, requests/s 25",
@@ -385,7 +389,7 @@ def test_the_warm_up_cut_is_in_the_table() -> None:
 
 
 def test_rates_are_compared_each_on_its_own() -> None:
-    sentences = report.conclusions(shaped_summary(rates((25.0, 100.0), n=40)))
+    sentences = report.conclusions(shaped_summary(rates((25.0, 100.0), repeats=1, n=40)))
     assert [sentence.partition(":")[0] for sentence in sentences] == ["At requests/s 25", "At requests/s 100"]
 
 
@@ -418,7 +422,7 @@ def test_one_limit_alone_concludes_nothing() -> None:
 
 
 def test_other_factors_are_named_only_where_they_vary() -> None:
-    sentences = report.conclusions(sweep_summary((None, 16), bursts=(64, 128)))
+    sentences = report.conclusions(sweep_summary((None, 16), bursts=(64, 128), repeats=2))
     assert [sentence[:29] for sentence in sentences] == [
         "At burst 64: with max infligh",
         "At burst 128: with max inflig",

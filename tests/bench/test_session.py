@@ -18,7 +18,7 @@ import pytest
 from roseinfer.bench import session
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.target import InProcessTarget
-from roseinfer.errors import RunError
+from roseinfer.errors import InputError, RunError
 from roseinfer.executor import StepPlan
 from tests.bench.asking import Answer, Ask
 from tests.bench.experiments import ScriptedDescription, ScriptedInferenceEngine
@@ -57,6 +57,7 @@ def lab(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> Lab:
         session, "draw_figures", lambda folder, place: [folder.path / "figures" / "a_figure.png"]
     )
     monkeypatch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
+    monkeypatch.setattr("roseinfer.bench.pacing._SEND_LAG_S", 60.0)
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # all of torch is on this heap, in every test
     return made
 
@@ -200,6 +201,56 @@ def test_a_run_id_that_exists_is_refused(lab: Lab) -> None:
     assert (answer.code, answer.complaint) == (2, "--run-id 'run': sweep has a run of this id")
 
 
+# ---- loads of other shapes ----
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "--request-rate 500 --num-requests 20",
+        "--request-rate 500 --arrival constant --duration 0.05",
+        "--burst-size 4 --burst-interval 0.02 --num-requests 12",
+        "--request-rate 200 --burst-size 4 --burst-interval 0.02 --duration 0.05",
+        "--max-concurrency 3 --num-requests 20",
+        "--max-concurrency 3 --duration 0.05",
+        "--request-rate 500 --num-requests 20 --max-concurrency 2",
+        "--burst-size 8 --timeout 30 --prompt-len-dist uniform:0.5",
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_every_shape_of_load_is_measured_and_kept(lab: Lab, command: str, load: str) -> None:
+    limits = "--max-inflight 8" if command == "run" else "--max-inflight 0,8"
+    words = f"{command} {limits} --prompt-len 4 --repeats 2 --quiet --run-id run -o out {load}"
+    answer = lab.ask(*words.split())
+    folder = RunFolder.open(Path("out", command, "run"))
+    assert answer.code in (0, 4), answer.err  # how well a loaded machine keeps a schedule is not asked
+    assert folder.is_done
+    assert folder.manifest["target"] == "engine"
+    assert set(folder.read_requests()["outcome"]) <= {"completed", "rejected"}
+    assert len(pd.read_parquet(folder.path / "workload.parquet")) >= len(folder.read_requests()) / 2
+
+
+def test_a_dry_run_says_what_decides_how_many_requests_there_are(lab: Lab) -> None:
+    answer = lab.ask(*"sweep --request-rate 5,10 --duration 30 --max-inflight 4 --dry-run".split())
+    assert answer.out.splitlines() == [
+        "inflight_4-prompt_32-output_4-rate_5: requests for 30 s, 8 repeats",
+        "inflight_4-prompt_32-output_4-rate_10: requests for 30 s, 8 repeats",
+    ]
+
+
+def test_a_goal_of_single_requests_is_kept_and_reaches_the_table(lab: Lab) -> None:  # case D4
+    answer = lab.sweep("--goodput", "ttft:60000", "--goodput", "e2el:60000")
+    assert "goodput, share of offered" in answer.out
+    assert lab.folder.manifest["goodput"] == ["ttft:60000", "e2el:60000"]
+    assert lab.resume().out == answer.out  # and it is not asked for again
+
+
+def test_a_goal_that_is_none_is_refused_before_a_model_loads(lab: Lab) -> None:
+    lab.load = lambda: pytest.fail("loaded a model")
+    answer = lab.sweep("--goodput", "speed:250")
+    assert (answer.code, answer.complaint.split(":")[0]) == (2, "--goodput 'speed")
+
+
 # ---- resuming ----
 
 
@@ -294,6 +345,58 @@ def test_a_user_who_stops_before_anything_is_measured_is_told_so(
     answer = lab.sweep()
     assert (answer.code, answer.complaint) == (130, "interrupted before anything was measured")
     assert not Path("out").exists()
+
+
+def test_a_run_that_another_process_measures_is_not_resumed(interrupted: Lab) -> None:
+    with interrupted.folder.claimed():
+        answer = interrupted.resume()
+    assert (answer.code, answer.complaint) == (
+        2,
+        "--resume 'out/sweep/run': another process is measuring it",
+    )
+    assert interrupted.resume().code == 0
+
+
+def test_a_new_run_is_claimed_while_it_is_measured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, complaints = InProcessTarget.run, []
+
+    def measured(self: Any, *args: Any) -> Any:
+        if Path("out/sweep/run/run.json").exists():  # not yet in the warm-up
+            with pytest.raises(InputError, match="another process is measuring it") as error:
+                lab.folder.claimed().__enter__()
+            complaints.append(error.value)
+        return run(self, *args)
+
+    monkeypatch.setattr(InProcessTarget, "run", measured)
+    assert lab.sweep().code == 0
+    assert len(complaints) == 4
+
+
+def test_a_resumed_run_needs_its_files_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = tmp_path / "traces" / "code.csv"
+    trace.parent.mkdir()
+    stamps = [f"2023-11-16 18:17:03.{n}000000,5,2" for n in range(6)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps, ""]))
+
+    def stopped(self: Any, *args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    words = "--max-inflight 0,2 --repeats 2 --warmup-runs 0 --run-id run -o out --quiet".split()
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessTarget, "run", stopped)
+        answer = lab.ask("sweep", *words, "--trace", str(trace))
+    assert answer.complaint.endswith(f"sweep --resume out/sweep/run --trace {trace}")
+    assert lab.folder.manifest["configuration"]["trace"] == "code.csv"
+    assert str(tmp_path) not in (lab.folder.path / "run.json").read_text()
+    assert "was made with --trace code.csv" in lab.resume().complaint
+    answer = lab.resume("--trace", str(trace))
+    assert answer.code == 0, answer.err
+    assert len(lab.folder.read_requests()) == 4 * 6
+
+    trace.write_text(trace.read_text().replace(",5,2", ",6,2"))
+    assert "the workload is another one" in lab.resume("--trace", str(trace)).complaint
 
 
 KILLED_SWEEP = """

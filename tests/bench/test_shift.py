@@ -65,7 +65,10 @@ def test_only_the_tail_moved() -> None:
 
 def test_a_change_of_spread_alone_is_seen() -> None:
     # case G12
-    a, b = [float(value) for value in range(10, 30)], [float(value) for value in (*range(1, 11), *range(30, 40))]
+    a, b = (
+        [float(value) for value in range(10, 30)],
+        [float(value) for value in (*range(1, 11), *range(30, 40))],
+    )
     ratio = shift_data(run([a]), run([b])).set_index("percent")["ratio"]
 
     assert ratio[10] < 0.5
@@ -76,11 +79,9 @@ def test_ratios_are_those_of_nearest_rank_percentiles_of_the_pooled_requests() -
     a, b = sample(seed=1), sample(seed=2)
     shift = shift_data(run(a), run(b))
 
-    for row in shift.itertuples():
-        assert row.a_ms == pytest.approx(1000 * percentile(np.array(a), row.percent))
-        assert row.ratio == pytest.approx(
-            percentile(np.array(b), row.percent) / percentile(np.array(a), row.percent)
-        )
+    for percent, a_ms, ratio in shift[["percent", "a_ms", "ratio"]].to_numpy():
+        assert a_ms == pytest.approx(1000 * percentile(a, percent))
+        assert ratio == pytest.approx(percentile(b, percent) / percentile(a, percent))
 
 
 def test_the_band_comes_from_whole_repeats() -> None:

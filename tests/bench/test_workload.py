@@ -135,6 +135,12 @@ def test_drawn_lengths_are_cut_to_what_fits() -> None:
     assert drawn.prompt_tokens.min() >= 1
 
 
+def test_a_fixed_prompt_is_never_cut_for_a_long_output() -> None:
+    drawn = draw(prompt_len="20", output_len_dist="lognormal:0.4", burst_size="5000", kv_cache_tokens=32)
+    assert set(drawn.prompt_tokens) == {20}
+    assert drawn.output_tokens.max() == 12
+
+
 def test_another_seed_changes_arrivals_lengths_and_texts() -> None:  # case C5
     flags: dict[str, Any] = {
         "burst_size": None,

@@ -31,7 +31,7 @@ def play(
 
 def users(n: int, requests: int, limits: SimLimits = ALONE, *, new_tokens: int = 1, **rules: float) -> SimRun:
     """A closed loop."""
-    closed = ClientRules(max_concurrency=n, is_closed=True, **rules)  # type: ignore[arg-type]
+    closed = ClientRules(max_concurrency=n, is_closed=True, **rules)
     return play([0.0] * requests, closed, limits, new_tokens=new_tokens)
 
 

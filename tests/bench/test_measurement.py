@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import roseinfer.bench as rb
-from roseinfer.bench import sweep
+from roseinfer.bench import measurement
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.records import TTFT_PARTS
 from roseinfer.bench.rows import CellResult
@@ -58,7 +58,7 @@ class Lab:
         self.progress.append(doing if done is None else f"{done}/{total} {doing}")
 
     def measure(self, folder: RunFolder) -> None:
-        sweep.measure(self.experiment, self.target, self.source, folder, self.tell)
+        measurement.measure(self.experiment, self.target, self.source, folder, self.tell)
 
     def measured(self) -> list[str]:
         return [cell.cell_id for cell, _ in self.bursts]
@@ -84,19 +84,19 @@ def many_cells(**flags: Any) -> Experiment:
 
 def test_each_repeat_holds_every_cell_once() -> None:  # case H7
     made = many_cells()
-    blocks = sweep.order(made)
+    blocks = measurement.order(made)
     assert len(blocks) == 6
     assert all(Counter(block) == Counter(made.cells) for block in blocks)
 
 
 def test_the_order_is_shuffled_anew_in_each_repeat() -> None:  # case H7
-    blocks = sweep.order(many_cells())
+    blocks = measurement.order(many_cells())
     assert len({tuple(block) for block in blocks}) == 6
 
 
 def test_the_order_follows_from_the_seed() -> None:
-    assert sweep.order(many_cells(seed=3)) == sweep.order(many_cells(seed=3))
-    assert sweep.order(many_cells(seed=3)) != sweep.order(many_cells(seed=4))
+    assert measurement.order(many_cells(seed=3)) == measurement.order(many_cells(seed=3))
+    assert measurement.order(many_cells(seed=3)) != measurement.order(many_cells(seed=4))
 
 
 def test_drift_falls_on_all_cells_alike() -> None:  # case H7
@@ -108,14 +108,14 @@ def test_drift_falls_on_all_cells_alike() -> None:  # case H7
 
 def drifting() -> Iterator[tuple[list[Cell], tuple[Cell, ...]]]:
     made = many_cells(repeats=100)
-    for block in sweep.order(made):
+    for block in measurement.order(made):
         yield block, made.cells
 
 
 def test_cells_are_measured_in_that_order(lab: Lab) -> None:
     lab.measure(lab.create())
     assert [cell for cell, _ in lab.bursts] == [
-        cell for block in sweep.order(lab.experiment) for cell in block
+        cell for block in measurement.order(lab.experiment) for cell in block
     ]
 
 
@@ -128,7 +128,7 @@ def test_all_limits_of_a_repeat_get_the_same_requests_and_repeats_others(lab: La
 
 def test_warm_up_is_not_recorded_and_its_prompts_are_not_measured(lab: Lab) -> None:  # case I3
     folder = lab.create()
-    sweep.warm_up(lab.experiment, lab.target, lab.source, lab.tell)
+    measurement.warm_up(lab.experiment, lab.target, lab.source, lab.tell)
     warm = {str(prompt) for _, workload in lab.bursts for prompt in workload.prompts}
     lab.bursts.clear()
     lab.measure(folder)
@@ -142,13 +142,13 @@ def test_the_warm_up_fills_a_batch_but_no_more(
     lab: Lab, flags: dict[str, Any], limit: int
 ) -> None:  # case I4
     made = Lab(lab.folder, max_inflight="1", **flags)  # however low the limits are that will be measured
-    sweep.warm_up(made.experiment, made.target, made.source, made.tell)
+    measurement.warm_up(made.experiment, made.target, made.source, made.tell)
     assert [cell.max_inflight for cell, _ in lab.bursts] == [limit]
 
 
 def test_every_shape_is_warmed_up_in_every_warm_up_run(tmp_path: Path, lab: Lab) -> None:
     made = Lab(tmp_path, burst_size="2,3", warmup_runs=2)
-    sweep.warm_up(made.experiment, made.target, made.source, made.tell)
+    measurement.warm_up(made.experiment, made.target, made.source, made.tell)
     assert [cell.burst_size for cell, _ in lab.bursts] == [2, 3, 2, 3]
     assert made.progress == ["warm-up 1/2", "warm-up 2/2"]
     seeds = [workload.prompt_seed for _, workload in lab.bursts]
@@ -168,7 +168,7 @@ def test_an_interrupted_sweep_has_whole_cells_on_disk_and_goes_on_with_the_missi
     lab.interrupt_at = None
     again = cleared(folder.path)
     lab.measure(again)
-    order = [cell.cell_id for block in sweep.order(lab.experiment) for cell in block]
+    order = [cell.cell_id for block in measurement.order(lab.experiment) for cell in block]
     assert before == order[:4]
     assert lab.measured()[4:] == order[4:]
     after = again.read_requests()
@@ -211,7 +211,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     made.measure(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
-        sweep.conclude(folder, made.source.table())
+        measurement.conclude(folder, made.source.table())
     return folder
 
 
