@@ -102,15 +102,15 @@ class BlockedRuns:
             conclude(self.runs[variant.name], pd.concat(self._workloads[variant.name], ignore_index=True))
         return self.runs["a"], self.runs["b"]
 
-    def interruption(self) -> str:
-        """What an interrupted user needs to know."""
+    def so_far(self) -> str:
+        """What a user needs to know whose comparison ended early."""
         done = [{repeat for _, repeat in run.finished_cells()} for run in self.runs.values()]
         whole = set.intersection(*done) if len(done) == 2 else set()
         if not whole:
-            return "interrupted before a block was finished"
+            return "no block was finished"
         a, b = (shlex.quote(str(self.runs[variant.name].path)) for variant in self.variants)
         return (
-            f"interrupted; {len(whole)} of {self.blocks} blocks are on disk."
+            f"{len(whole)} of {self.blocks} blocks are on disk."
             f" To judge them: roseinfer-bench check {b} --baseline {a}"
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from roseinfer.errors import InputError
+from roseinfer.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from roseinfer.bench.checkouts import Checkout
@@ -178,8 +178,10 @@ def ab(
             runs.check()
             folders = runs.measure()
         except KeyboardInterrupt:
-            print(f"roseinfer-bench: {runs.interruption()}", file=sys.stderr)
+            print(f"roseinfer-bench: interrupted; {runs.so_far()}", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except RunError as error:
+            raise RunError(f"{error}; {runs.so_far()}") from error
     print(f"Runs: {folders[0].path} and {folders[1].path}", file=sys.stderr)
     _judge(Side(folders[1]), Side(folders[0]), rules, unknown, as_json, markdown)
 

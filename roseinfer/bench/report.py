@@ -117,7 +117,8 @@ def _wrapped(notes: Iterable[str], width: int) -> Iterator[str]:
 
 def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
     repeats = _spread([int(cell["repeats"]) for cell in cells])
-    yield f"Pooled over {repeats} repeat{'' if repeats == '1' else 's'}. Intervals are 95 %, from resampling whole repeats."
+    pooled_over = "1 repeat" if repeats == "1" else f"{repeats} repeats"
+    yield f"Pooled over {pooled_over}. Intervals are 95 %, from resampling whole repeats."
     if any(not pd.isna(cell["repeats_needed"]) for cell in cells):
         yield "Repeats to compare: on each side, for +15 % in p99 TTFT to be told from +10 % nine times in ten."
     empty = [limit_label(cell["max_inflight"]) for cell in cells if not cell["completed"]]
@@ -380,7 +381,7 @@ def _number(value: float, decimals: int = 2) -> str:
 
 def _percent(share: float) -> str:
     """Only a true 0 or 1 reads 0 or 100 %."""
-    if pd.isna(share):
+    if np.isnan(share):
         return "n/a"
     if 0 < share < 0.0005 or 0.9995 <= share < 1:
         return "< 0.1 %" if share < 0.5 else "> 99.9 %"

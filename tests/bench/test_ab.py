@@ -132,8 +132,8 @@ def test_an_interrupted_comparison_keeps_and_names_whole_blocks(tmp_path: Path, 
     with pytest.raises(KeyboardInterrupt):
         runs.measure()
     path = tmp_path / "out" / "ab"
-    assert runs.interruption() == (
-        f"interrupted; 2 of 3 blocks are on disk. To judge them: roseinfer-bench check {path / 'run-b'}"
+    assert runs.so_far() == (
+        f"2 of 3 blocks are on disk. To judge them: roseinfer-bench check {path / 'run-b'}"
         f" --baseline {path / 'run-a'}"
     )
     sides = [Side.open(path / name, "RUN") for name in ("run-a", "run-b")]
@@ -145,7 +145,7 @@ def test_interrupted_in_its_first_block_it_says_so(tmp_path: Path, measurer: Mea
     runs = blocked(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         runs.measure()
-    assert runs.interruption() == "interrupted before a block was finished"
+    assert runs.so_far() == "no block was finished"
 
 
 def test_sides_of_other_cells_are_refused(tmp_path: Path, measurer: Measurer) -> None:

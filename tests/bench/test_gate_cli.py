@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.bench.ab import BlockedRuns
 from tests.bench.asking import Ask
 from tests.bench.made_sides import ENVIRONMENT, stored_run
 from tests.bench.stored import create
@@ -151,3 +152,12 @@ def test_compare_draws_where_ttft_moved(ask: Ask, runs: Path) -> None:
 def test_an_unfinished_run_is_said_to_be_so(ask: Ask) -> None:
     out = ask("check", "gate/same", "--baseline", "gate/base").out
     assert "Note: same is not finished: 6 cells and repeats are" in out
+
+
+def test_an_interrupted_comparison_says_what_is_on_disk(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: BlockedRuns) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockedRuns, "check", interrupted)
+    answer = ask("ab")
+    assert (answer.code, answer.complaint) == (130, "interrupted; no block was finished")

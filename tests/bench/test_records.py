@@ -65,7 +65,7 @@ def test_every_request_keeps_its_largest_gap(form: Any) -> None:  # case E7
 def test_latency_is_ttft_and_the_gaps_of_the_deliveries() -> None:  # case E3
     rows = measured(burst_size=4, output_tokens=5)
     received = [list(np.asarray(tokens) + 1e-4) for tokens in rows["token_times_s"]]
-    derived = derive(rows.assign(chunk_times_s=received))
+    derived = derive(rows.assign(chunk_times_s=pd.Series(received, dtype=object)))
     gaps = np.array([np.diff(chunks).sum() for chunks in received])
     assert derived["e2el_s"].to_numpy() - derived["ttft_s"].to_numpy() == pytest.approx(gaps, abs=1e-12)
     assert (derived["e2el_s"] + derived["scheduled_s"]).tolist() == derived["received_last_s"].tolist()

@@ -107,7 +107,7 @@ def test_goodput_stands_below_the_report_where_there_are_goals() -> None:  # cas
 
 
 def test_the_report_leaves_the_warm_up_out_as_the_summary_does() -> None:
-    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0)
+    rows = served(np.linspace(0, 19.9, 200), arrival="poisson", request_rate=10.0)
     first_s = rows["scheduled_s"] + np.where(rows["request_index"] < 40, 1.0, 0.01)
     lines = burst_lines(rows.assign(received_first_s=first_s))
     assert lines["Warm-up cut (MSER-5)"] == "40 of 200"
@@ -330,7 +330,8 @@ def test_the_largest_gap_of_all_is_in_the_table() -> None:  # case E7
 
 def test_times_of_failures_have_lines_of_their_own() -> None:  # case D6, D11
     rows = measured(burst_size=200, limit=100)
-    rows.loc[rows["request_index"] < 2, ["outcome", "ended_s"]] = ["timeout", 30.0]
+    late = rows["request_index"] < 2
+    rows.loc[late, "outcome"], rows.loc[late, "ended_s"] = "timeout", 30.0
     found = table_rows(with_goals(rows))
     assert found["time to timeout p99 (ms)"] == ["max (n=2) 30000.00"]
     assert found["reject p99 (ms)"] == ["0.0040"]
@@ -379,7 +380,7 @@ def test_a_closed_loop_is_called_so() -> None:  # case C12
 
 
 def test_the_warm_up_cut_is_in_the_table() -> None:
-    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0)
+    rows = served(np.linspace(0, 19.9, 200), arrival="poisson", request_rate=10.0)
     late = rows["request_index"] < 40
     settling = rows.assign(received_first_s=rows["scheduled_s"] + np.where(late, 1.0, 0.01))
     assert table_rows(with_goals(settling))["warm-up cut (MSER-5)"] == ["40"]

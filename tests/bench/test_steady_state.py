@@ -59,7 +59,7 @@ def test_values_beyond_the_last_batch_are_not_looked_at() -> None:
 
 def settling(n: int = 200, arrival: str = "poisson", burst_size: int | None = None) -> pd.DataFrame:
     """TTFT is 1 s for the first 40 requests and 10 ms from there on."""
-    rows = served(np.arange(n) * 0.1, arrival=arrival, burst_size=burst_size, request_rate=10.0)
+    rows = served(np.linspace(0, 0.1 * (n - 1), n), arrival=arrival, burst_size=burst_size, request_rate=10.0)
     first_s = rows["scheduled_s"] + np.where(rows["request_index"] < 40, 1.0, 0.01)
     return derive(rows.assign(received_first_s=first_s))
 

@@ -163,7 +163,7 @@ def test_times_of_failures_are_a_statistic_of_their_own(outcome: str) -> None:  
 def test_refusals_and_timeouts_are_two_distributions() -> None:  # case D11
     burst = measured(burst_size=200, limit=100)
     late = burst["request_index"] < 50
-    burst.loc[late, ["outcome", "ended_s"]] = ["timeout", 30.0]
+    burst.loc[late, "outcome"], burst.loc[late, "ended_s"] = "timeout", 30.0
     row = only(burst)
     assert (row["n_reject"], row["n_time_to_timeout"], row["n_ttft"]) == (100, 50, 50)
     assert row["p99_reject_ms"] == pytest.approx(0.004)
@@ -408,7 +408,7 @@ def test_rows_of_single_repeats_have_no_intervals() -> None:
 
 def settling(repeat: int = 0, late: int = 40, **factors: Any) -> pd.DataFrame:
     """TTFT is 1 s for the first `late` of 200 requests and 10 ms from there on."""
-    rows = served(np.arange(200) * 0.1, arrival="poisson", request_rate=10.0, repeat=repeat, **factors)
+    rows = served(np.linspace(0, 19.9, 200), arrival="poisson", request_rate=10.0, repeat=repeat, **factors)
     first_s = rows["scheduled_s"] + np.where(rows["request_index"] < late, 1.0, 0.01)
     return rows.assign(received_first_s=first_s)
 
