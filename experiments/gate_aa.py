@@ -54,8 +54,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--pause-s", type=float, default=0.0)
-    parser.add_argument("flags", nargs="*", help="of sweep, after --")
-    options = parser.parse_args()
+    words = sys.argv[1:]
+    own = words.index("--") if "--" in words else len(words)
+    options, flags = parser.parse_args(words[:own]), words[own + 1 :]
     options.folder.mkdir(parents=True, exist_ok=True)
     verdicts: Counter[str] = Counter()
     rules: Counter[tuple[str, str]] = Counter()
@@ -64,7 +65,7 @@ def main() -> None:
         if report.exists():
             found = json.loads(report.read_text())
         else:
-            found = trial(options.folder, number, options.blocks, options.flags)
+            found = trial(options.folder, number, options.blocks, flags)
             if number + 1 < options.trials:
                 time.sleep(options.pause_s)
         verdicts[str(found["verdict"])] += 1

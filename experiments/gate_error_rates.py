@@ -2,7 +2,7 @@
 
 `python experiments/gate_error_rates.py` draws per-repeat p99s (log-normal), lets the gate's own judgement decide on
 them, and draws both rates against the number of repeats, with the N that the tool asks for. Then it goes the way of
-a user: 8 repeats, and where these are fewer than the N that the gate asks for, as many as it asks for.
+a user: 8 repeats, and as long as the answer is UNKNOWN as many more as the gate asks for, up to four times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from roseinfer.bench.figure_style import BLACK, BLUE, GREEN, GREY, ORANGE, STYLE, VERMILLION, save
 from roseinfer.bench.judgement import Verdict, failed, judge_ratio
 from roseinfer.bench.ratios import ENOUGH_STANDARD_ERROR, fewest_repeats
-from roseinfer.bench.sides import Comparison, comparison_of
+from roseinfer.bench.sides import comparison_of
 from roseinfer.bench.thresholds import DEFAULT_RULES
 
 SPREADS: Final = {0.03: GREEN, 0.05: BLUE, 0.10: ORANGE, 0.20: VERMILLION}
@@ -32,6 +32,8 @@ LEVEL: Final = 1 - 0.05 / len(DEFAULT_RULES)  # one cell
 MACHINE: Final = 0.30  # spread of what both sides of a block share
 TRIALS: Final = 2000
 FIRST: Final = 8
+ROUNDS: Final = 4
+MOST: Final = 200  # repeats that a user adds at once
 FOLDER: Final = Path(__file__).parent / "figures"
 
 
@@ -47,11 +49,11 @@ def drawn(rng: np.random.Generator, repeats: int, spread: float, ratio: float, p
     return Draw(np.exp(a + machine), ratio * np.exp(b + machine))
 
 
-def judged(sample: Draw, paired: bool) -> tuple[Verdict, Comparison]:
+def judged(sample: Draw, paired: bool) -> tuple[Verdict, int | None]:
+    """The gate's verdict, and how many repeats it asks for on top."""
     comparison = comparison_of(sample.b, sample.a, paired=paired, level=LEVEL, n=1000)
-    return judge_ratio(
-        failed("cell", RULE.metric, RULE.demand, ""), comparison, RULE, LEVEL
-    ).verdict, comparison
+    found = judge_ratio(failed("cell", RULE.metric, RULE.demand, ""), comparison, RULE, LEVEL)
+    return found.verdict, found.collect
 
 
 def curves() -> Iterator[dict[str, object]]:
@@ -73,7 +75,7 @@ def curves() -> Iterator[dict[str, object]]:
 
 
 def as_a_user() -> Iterator[dict[str, object]]:
-    """What is judged at FIRST repeats, or after adding once as many as the gate then asks for."""
+    """What is judged at FIRST repeats and, while it is UNKNOWN, after adding as many as the gate then asks for."""
     for paired in (False, True):
         for spread in SPREADS:
             for ratio in RATIOS:
@@ -81,11 +83,13 @@ def as_a_user() -> Iterator[dict[str, object]]:
                 found, collected = [], []
                 for _ in range(TRIALS):
                     sample = drawn(rng, FIRST, spread, ratio, paired)
-                    verdict, comparison = judged(sample, paired)
-                    if comparison.needed > FIRST:
-                        more = drawn(rng, comparison.needed - FIRST, spread, ratio, paired)
+                    verdict, collect = judged(sample, paired)
+                    for _ in range(ROUNDS):
+                        if verdict is not Verdict.UNKNOWN or collect is None or collect > MOST:
+                            break
+                        more = drawn(rng, collect, spread, ratio, paired)
                         sample = Draw(*(np.concatenate(parts) for parts in zip(sample, more, strict=True)))
-                        verdict, _ = judged(sample, paired)
+                        verdict, collect = judged(sample, paired)
                     found.append(verdict)
                     collected.append(len(sample.a))
                 yield {
@@ -93,6 +97,7 @@ def as_a_user() -> Iterator[dict[str, object]]:
                     "spread": spread,
                     "ratio": ratio,
                     "median_repeats": int(np.median(collected)),
+                    "p90_repeats": int(np.quantile(collected, 0.9)),
                     **{str(verdict): found.count(verdict) / TRIALS for verdict in Verdict},
                 }
 
