@@ -25,7 +25,7 @@ from roseinfer.bench.sides import comparison_of
 from roseinfer.bench.thresholds import DEFAULT_RULES
 
 SPREADS: Final = {0.03: GREEN, 0.05: BLUE, 0.10: ORANGE, 0.20: VERMILLION}
-REPEATS: Final = (4, 5, 6, 7, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60)
+REPEATS: Final = (4, 5, 6, 7, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80)
 RATIOS: Final = (1.00, 1.15)
 RULE: Final = DEFAULT_RULES[0]
 LEVEL: Final = 1 - 0.05 / len(DEFAULT_RULES)  # one cell
@@ -51,7 +51,7 @@ def drawn(rng: np.random.Generator, repeats: int, spread: float, ratio: float, p
 
 def judged(sample: Draw, paired: bool) -> tuple[Verdict, int | None]:
     """The gate's verdict, and how many repeats it asks for on top."""
-    comparison = comparison_of(sample.b, sample.a, paired=paired, level=LEVEL, n=1000)
+    comparison = comparison_of(sample.b, sample.a, paired=paired, level=LEVEL, n=(1000, 1000))
     found = judge_ratio(failed("cell", RULE.metric, RULE.demand, ""), comparison, RULE, LEVEL)
     return found.verdict, found.collect
 
@@ -125,7 +125,7 @@ def draw(rates: pd.DataFrame) -> None:
         for rate in (5, 90):
             axes.axhline(rate, color=GREY, linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
-        axes.set_xticks([4, 6, 8, 10, 15, 20, 30, 40, 60], labels="4 6 8 10 15 20 30 40 60".split())
+        axes.set_xticks([4, 6, 8, 10, 15, 20, 30, 40, 60, 80], labels="4 6 8 10 15 20 30 40 60 80".split())
         axes.minorticks_off()
         axes.set_xlabel("repeats of each side")
     panels[0].set_ylabel("judged FAIL (%)")

@@ -85,8 +85,9 @@ class BlockedRuns:
             plan = json.loads(_python(variant, _ENTRY, *self._words(variant, 0), "--dry-run", "--json"))
             plans.append([str(line).partition(":")[0] for line in plan])
         if plans[0] != plans[1]:
-            why = f"the sides need the same cells; a has {', '.join(plans[0])}, b has {', '.join(plans[1])}"
-            raise InputError("--b", None, why)
+            cells = f"a has {', '.join(plans[0])}, b has {', '.join(plans[1])}"
+            why = f"the sides need the same cells, so no swept flag can differ (sweep both values instead): {cells}"
+            raise InputError("flags of sweep", None, why)
         return plans[0]
 
     def measure(self) -> tuple[RunFolder, RunFolder]:
@@ -182,5 +183,5 @@ def _python(variant: Variant, code: str, *words: str, ok: Sequence[int] = (0,)) 
         raise KeyboardInterrupt
     said = (done.stderr.strip().splitlines() or ["nothing said"])[-1].removeprefix("roseinfer-bench: ")
     if done.returncode == 2:
-        raise InputError(f"--{variant.name}", variant.checkout.name, said)
+        raise InputError("flags of sweep", None, f"side {variant.name} refuses them: {said}")
     raise RunError(f"side {variant.name} ended with code {done.returncode}: {said}")

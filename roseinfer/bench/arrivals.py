@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +12,22 @@ from numpy.typing import NDArray
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.load import Load
 from roseinfer.bench.seeds import BLOCK_ROWS, Stream, block_rngs
+from roseinfer.errors import InputError
 
 Times = NDArray[np.float64]
+
+_GRID: Final = 2.0**28
+"""Parts of the mean gap that gaps are whole multiples of. Drawing rests on a machine's logarithm, whose last bit may
+differ from another's: rounded, the gaps are the same, and so are their sums, which are exact (to 2**25 requests).
+"""
 
 
 def arrival_times(load: Load, cell: Cell, *, seed: int, repeat: int) -> Times:
     """The times of a cell's requests in one repeat, ascending from 0, as far as --num-requests and --duration let.
 
     Bursts on top of a rate come at the burst interval and its multiples, so that the rate's arrivals are met
-    first. Requests of one burst share their time to the last bit, and no other request has it.
+    first. Requests of one burst share their time to the last bit, and no other request has it. Raises InputError
+    where no burst comes before the last request.
     """
     if cell.request_rate is None:
         assert cell.burst_size is not None
@@ -33,7 +41,19 @@ def arrival_times(load: Load, cell: Cell, *, seed: int, repeat: int) -> Times:
     meets = np.isin(background, instants)
     background[meets] = np.nextafter(background[meets], 0)  # the float before: nobody is in a burst by chance
     merged = np.sort(np.concatenate([background, np.repeat(instants, cell.burst_size)]))
-    return merged[: load.num_requests]
+    played: Times = merged[: load.num_requests]
+    if not instants.size or played[-1] < instants[0]:
+        why = f"has no burst within the {len(played)} requests of repeat {repeat}, {played[-1]:.3g} s"
+        raise InputError("--burst-interval", load.burst_interval_s, why)
+    return played
+
+
+def cuts_burst(load: Load, cell: Cell, times: Times) -> bool:
+    """Whether --num-requests left out a part of the last burst on top of a rate."""
+    if cell.request_rate is None or cell.burst_size is None or load.burst_interval_s is None:  # None: a replay
+        return False
+    is_burst = times[-1] in _multiples(load.burst_interval_s, float(np.nextafter(times[-1], np.inf)))
+    return bool(is_burst and np.count_nonzero(times == times[-1]) < cell.burst_size)
 
 
 def _bursts(load: Load, burst_size: int) -> Times:
@@ -84,6 +104,7 @@ def _unit_times(load: Load, seed: int, repeat: int) -> Iterator[Times]:
             gaps = rng.standard_exponential(BLOCK_ROWS)
         else:
             gaps = rng.standard_gamma(load.burstiness, BLOCK_ROWS) / load.burstiness
+        gaps = np.maximum(np.rint(gaps * _GRID), 1) / _GRID  # one at least: only bursts come at the same time
         if block == 0:
             gaps[0] = 0.0
         units = reached + np.cumsum(gaps)

@@ -5,6 +5,10 @@ are not compared: those of the few that were served say nothing), and only then 
 the ratio to the baseline and [l, u] its interval at level 1 - 0.05 / (number of rule-cells), a rule PASSes if
 u <= max_ratio, or e <= max_ratio and l <= 1 with the N repeats that `ratios.repeats_needed` asks for; it FAILs
 if e > max_ratio and l > 1; else it is UNKNOWN. Where more is better the ratio is turned over first.
+
+The tests of outcomes are not among the rule-cells. A rule FAILs to one side of its interval only, so that all rules
+together raise a false alarm in at most half of FALSE_ALARMS; the two tests of outcomes in a cell, each to one side at
+the same level and only beyond OUTCOME_MARGIN, add at most the other half where a cell has two rules or more.
 """
 
 from __future__ import annotations
@@ -15,20 +19,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from roseinfer.bench.judgement import SUSPICIOUS, Judgement, Verdict, failed, judge_cell
-from roseinfer.bench.ratios import fewest_repeats
-from roseinfer.bench.sides import Side, compare_shares, how_compared, notes_on, other_machine, share_blocks
+from roseinfer.bench.outcomes import judge_outcomes
+from roseinfer.bench.sides import Side, how_compared, notes_on, other_machine, other_repeats
 from roseinfer.bench.thresholds import Rule
 from roseinfer.errors import InputError
 
 FALSE_ALARMS: Final = 0.05
 """Of a whole check, whatever the number of rules and cells."""
-OUTCOME_MARGIN: Final = 0.01
-"""Share of the offered requests by which errors or refusals may exceed the baseline's; as --max-error-share."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found. `level` is that of every interval, and `how` says what these are."""
+    """What `check` found. `level` is that of every interval (NaN: there are none), `how` says what was compared."""
 
     run: str
     baseline: str | None
@@ -85,8 +87,9 @@ def check(
 
     notes = [] if baseline is None else notes_on(run, baseline)
     level = 1 - FALSE_ALARMS / _rule_cells(rules, [*sides.values()])
-    judgements = _judge(run, baseline, rules, level, notes)
-    return replace(report, level=level, judgements=judgements, notes=notes)
+    judgements = [_unfinished(reason) for side in sides.values() if (reason := side.unfinished())]
+    judgements += _judge(run, baseline, rules, level, notes)
+    return replace(report, level=math.nan if run.is_simulated else level, judgements=judgements, notes=notes)
 
 
 def refuse(run: Side, baseline: Side, *, allow_other_machine: bool) -> None:
@@ -99,6 +102,9 @@ def refuse(run: Side, baseline: Side, *, allow_other_machine: bool) -> None:
         )
         raise InputError("--baseline", baseline.name, why)
     differs = other_machine(run, baseline)
+    repeats = other_repeats(run, baseline)
+    if repeats is not None:
+        raise InputError("--baseline", baseline.name, repeats)
     if differs and not allow_other_machine:
         why = f"was measured on another machine ({'; '.join(differs)}): --allow-other-machine compares all the same"
         raise InputError("--baseline", baseline.name, why)
@@ -106,8 +112,15 @@ def refuse(run: Side, baseline: Side, *, allow_other_machine: bool) -> None:
 
 def _rule_cells(rules: Sequence[Rule], sides: Sequence[Side]) -> int:
     cells = {cell: side.factors(cell) for side in sides for cell in side.cells}
-    deciding = [rule for rule in rules if not rule.observe] or rules
+    deciding = [rule for rule in rules if not rule.observe]
     return max(1, sum(rule.applies_to(factors) for rule in deciding for factors in cells.values()))
+
+
+def _unfinished(reason: str) -> Judgement:
+    """What is missing might have failed: such a run cannot pass."""
+    return Judgement(
+        cell="all", metric="run", demand="finished", verdict=Verdict.UNKNOWN, remark=reason, is_ratio=False
+    )
 
 
 def _judge(
@@ -128,7 +141,7 @@ def _judge(
                 judgements.append(replace(missing, observe=all(rule.observe for rule in applying)))
             continue
         if baseline is not None and applying:
-            outcomes = _outcomes(run, baseline, cell, label, level)
+            outcomes = judge_outcomes(run, baseline, cell, label, level)
             observe = all(rule.observe for rule in applying)
             judgements += [replace(outcome, observe=observe) for outcome in outcomes]
             _compare_counts(run, baseline, cell, label, notes)
@@ -145,42 +158,6 @@ def _judge(
                 )
             )
     return judgements
-
-
-def _outcomes(run: Side, baseline: Side, cell: str, label: str, level: float) -> list[Judgement]:
-    """What makes latencies incomparable: more errors or refusals than before. Empty where neither is so.
-
-    More is by over OUTCOME_MARGIN. Errors fail also where the repeats are too few to carry the level: no run has
-    business with them. The number of refusals may be the machine's doing, so that they need the interval.
-    """
-    found = []
-    for metric in ("error_rate", "reject_rate"):
-        difference = compare_shares(run, baseline, cell, metric, level)
-        if not difference.point > OUTCOME_MARGIN:
-            continue
-        unbounded = difference.lo == -math.inf
-        is_worse = difference.lo > 0 or (metric == "error_rate" and unbounded)
-        repeats = (len(run.values(cell, metric)), len(baseline.values(cell, metric)))
-        before, now = (100 * side.pooled_value(cell, metric) for side in (baseline, run))
-        remark = f"went from {before:.1f} % to {now:.1f} %"
-        collect = None
-        if is_worse:
-            remark += ": latencies are not compared"
-        elif unbounded:
-            collect = fewest_repeats(level, share_blocks(run, baseline)) - min(repeats)
-        found.append(
-            Judgement(
-                cell=label,
-                metric=metric,
-                demand=f"at most {100 * OUTCOME_MARGIN:g} points more",
-                verdict=Verdict.FAIL if is_worse else Verdict.UNKNOWN,
-                n=run.count(cell, metric),
-                repeats=repeats,
-                collect=collect,
-                remark=remark,
-            )
-        )
-    return found
 
 
 def _compare_counts(run: Side, baseline: Side, cell: str, label: str, notes: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from roseinfer.bench.check import FALSE_ALARMS
 from roseinfer.bench.distributions import distance_between
-from roseinfer.bench.judgement import collect_text, not_carried, repeats_wanted
+from roseinfer.bench.judgement import (
+    ERRATIC,
+    collect_text,
+    few_values,
+    is_latency,
+    joined,
+    log,
+    not_carried,
+    repeats_wanted,
+)
 from roseinfer.bench.records import Outcome, derive
 from roseinfer.bench.sides import (
     Comparison,
@@ -21,9 +30,11 @@ from roseinfer.bench.sides import (
     compare_cell,
     how_compared,
     notes_on,
+    other_repeats,
     share_blocks,
 )
 from roseinfer.bench.stats import Interval
+from roseinfer.bench.steady_state import steady_rows
 from roseinfer.errors import InputError
 
 METRICS: Final = ("p99_ttft_ms", "p99_queue_wait_ms", "p50_ttft_ms", "output_throughput", "reject_rate")
@@ -40,6 +51,7 @@ class Answer(StrEnum):
 class Difference:
     """One metric in one cell. `figure` is the ratio B / A; `a` and `b` are the figures pooled over repeats.
 
+    Beside latencies stand the shares of the offered requests that were `refused` and `served`.
     For the distribution of TTFT there is no ratio, but `distance` (Kolmogorov-Smirnov) and its `p`.
     """
 
@@ -53,13 +65,18 @@ class Difference:
     p: float | None = None
     n: tuple[int, int]
     repeats: tuple[int, int]
+    refused: tuple[float, ...] = ()
+    served: tuple[float, ...] = ()
     collect: int | None = None
     remark: str = ""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What `compare` found. `level` is that of every interval, SAME is within a factor of 1 + `margin`."""
+    """What `compare` found. `level` is that of every interval (NaN: there are none) and of the distributions together.
+
+    SAME is within a factor of 1 + `margin`.
+    """
 
     a: str
     b: str
@@ -79,54 +96,58 @@ def compare(a: Side, b: Side, *, margin: float = 0.10) -> Differences:
     cells = [cell for cell in a.cells if cell in b.cells]
     if not cells:
         raise InputError("B", b.name, f"has no cell in common with {a.name}")
+    if (reason := other_repeats(b, a)) is not None:
+        raise InputError("A", a.name, reason)
     notes = notes_on(b, a)
     for side, other in ((a, b), (b, a)):
         lone = [str(row["label"]) for cell, row in side.cells.items() if cell not in other.cells]
         if lone:
             notes.append(f"only in {side.name}: {'; '.join(lone)}")
-        reason = side.invalid_reason()
-        if reason is not None:
+        if (reason := side.unfinished()) is not None:
+            notes.append(reason)
+        if (reason := side.invalid_reason()) is not None:
             notes.append(f"INVALID: {side.name}: {reason}")
-    level = 1 - FALSE_ALARMS / (len(cells) * len(METRICS))
+    level = 1 - FALSE_ALARMS / (len(cells) * (len(METRICS) + 1))  # the distribution is one more
     rows = []
     for cell in cells:
         rows += [_metric(a, b, cell, metric, level, margin) for metric in METRICS]
         if not b.is_simulated:
-            rows.append(_distribution(a, b, cell, FALSE_ALARMS / len(cells)))
+            rows.append(_distribution(a, b, cell, 1 - level))
+    if b.is_simulated:
+        level = math.nan
     return Differences(a.name, b.name, how_compared(b, a), level, margin, rows, notes)
 
 
 def _metric(a: Side, b: Side, cell: str, metric: str, level: float, margin: float) -> Difference:
-    label = str(b.cells[cell]["label"])
-    n = (a.count(cell, metric), b.count(cell, metric))
     values = a.pooled_value(cell, metric), b.pooled_value(cell, metric)
-    for side, value in zip((a, b), values, strict=True):
-        if math.isnan(value):
-            repeats = (len(a.values(cell, metric)), len(b.values(cell, metric)))
-            return Difference(
-                cell=label,
-                metric=metric,
-                answer=Answer.UNKNOWN,
-                a=values[0],
-                b=values[1],
-                n=n,
-                repeats=repeats,
-                remark=f"not measured in {side.name}",
-            )
-    comparison = compare_cell(b, a, cell, metric, level)
-    answer, collect = answer_of(comparison, margin)
-    remark = ""
-    if answer is Answer.UNKNOWN:
-        reason = not_carried(min(comparison.repeats), comparison.carries, level)
-        remark = "; ".join(filter(None, [reason, collect_text(collect)]))
-    return Difference(
-        cell=label,
+    shares = [side.shares(cell) for side in (a, b)] if is_latency(metric) else []
+    row = Difference(
+        cell=str(b.cells[cell]["label"]),
         metric=metric,
-        answer=answer,
+        answer=Answer.UNKNOWN,
         a=values[0],
         b=values[1],
+        n=(a.count(cell, metric), b.count(cell, metric)),
+        repeats=(len(a.values(cell, metric)), len(b.values(cell, metric))),
+        refused=tuple(refused for refused, _ in shares),
+        served=tuple(served for _, served in shares),
+    )
+    for side in (a, b):
+        if missing := side.unmeasured(cell, metric):
+            return replace(row, remark=missing)
+    comparison = compare_cell(b, a, cell, metric, level)
+    answer, collect = answer_of(comparison, margin)
+    remark = few_values((a, b), cell, metric)
+    if answer is Answer.UNKNOWN:
+        remark = joined(
+            remark,
+            not_carried(comparison, level),
+            ERRATIC if comparison.is_erratic else collect_text(collect),
+        )
+    return replace(
+        row,
+        answer=answer,
         figure=comparison.interval,
-        n=n,
         repeats=(comparison.repeats[1], comparison.repeats[0]),
         collect=collect,
         remark=remark,
@@ -138,22 +159,21 @@ def answer_of(comparison: Comparison, margin: float) -> tuple[Answer, int | None
     lo, e, hi = comparison.interval
     if lo > 1 or hi < 1:
         return Answer.DIFFERENT, None
-    if lo >= 1 / (1 + margin) and hi <= 1 + margin:
+    if lo >= 1 / (1 + margin) and hi <= 1 + margin and not comparison.is_erratic:
         return Answer.SAME, None
     repeats = min(comparison.repeats)
-    if math.isnan(e):
+    if math.isnan(e) or comparison.is_erratic:
         return Answer.UNKNOWN, None
     if lo == -math.inf:
-        return Answer.UNKNOWN, comparison.needed - repeats
-    off = abs(math.log(e))
-    towards_one = math.log(hi / e) if e < 1 else math.log(e / lo)
-    away = math.log(e / lo) if e < 1 else math.log(hi / e)
+        return Answer.UNKNOWN, max(1, comparison.needed - repeats)
+    below, above = log(e) - log(lo), log(hi) - log(e)
+    off, towards_one = abs(log(e)), above if e < 1 else below
     wanted = [
         repeats_wanted(repeats, towards_one, off),
-        repeats_wanted(repeats, max(away, towards_one), math.log1p(margin) - off),
+        repeats_wanted(repeats, max(below, above), math.log1p(margin) - off),
     ]
     known = [number for number in wanted if number is not None]
-    return Answer.UNKNOWN, max(min(known), comparison.needed) - repeats if known else None
+    return Answer.UNKNOWN, max(1, max(min(known), comparison.needed) - repeats) if known else None
 
 
 def _distribution(a: Side, b: Side, cell: str, alpha: float) -> Difference:
@@ -180,7 +200,10 @@ def _distribution(a: Side, b: Side, cell: str, alpha: float) -> Difference:
 
 
 def _ttfts_ms(side: Side, cell: str) -> dict[int, NDArray[np.float64]]:
-    rows = derive(side.requests[side.requests["cell_id"] == cell])
+    own = side.requests[side.requests["cell_id"] == cell]
+    if own.empty:
+        return {}
+    rows = steady_rows(derive(own))
     done = rows[rows["outcome"] == Outcome.COMPLETED]
     return {
         int(repeat): 1e3 * done.loc[done["repeat"] == repeat, "ttft_s"].dropna().to_numpy(dtype=np.float64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from roseinfer.bench.flag_values import LARGEST, whole_numbers, wrong
+from roseinfer.bench.flag_values import LARGEST, check_spread, whole_numbers, wrong
 from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
 from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
 from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, TARGETS, RunOptions
@@ -115,11 +115,14 @@ class Experiment:
             raise wrong("max_error_share", o, "must lie in [0, 1]")
         _check_target(o, given)
         replay = None if o.workload is None else _replay(o)
+        trace = None if o.trace is None else _trace(o)
         load = load_of(o, given, replays_closed_loop=replay is not None and replay.is_closed)
         if o.pretok and o.tokenize_workers and "tokenize_workers" in given:
             raise wrong("tokenize_workers", o, "has nothing to do with --pretok")
         if replay is None:
             prompts, outputs = _prompt_lens(o, given, load), _output_lens(o, load)
+            check_spread("prompt_len_dist", o, load.prompt_lengths, prompts)
+            check_spread("output_len_dist", o, load.output_lengths, outputs)
             factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
             shapes = tuple(Cell(None, *values) for values in factors)
             for shape in shapes:
@@ -135,7 +138,7 @@ class Experiment:
             slos=slos,
             goals=goals,
             metadata=metadata,
-            trace=None if o.trace is None else _trace(o),
+            trace=trace,
             replay=replay,
         )
 
@@ -149,7 +152,7 @@ class Experiment:
         return {
             name.replace("_", "-"): value.name if isinstance(value, Path) else value
             for name, value in values.items()
-            if name not in NOT_CONFIGURATION
+            if name not in NOT_CONFIGURATION and not (self.options.target == "sim" and name in _OF_ENGINES)
         }
 
     @property
@@ -198,6 +201,8 @@ def _trace(o: RunOptions) -> Trace:
     trace = read_trace(o.trace)
     if o.num_requests is not None and o.num_requests > len(trace):
         raise wrong("num_requests", o, f"is more than the {len(trace)} of --trace {o.trace}")
+    if o.keep_ticks and trace.tick_s is None:
+        raise wrong("keep_ticks", o, f"has nothing to keep: the clock of --trace {o.trace} does not tick")
     return trace
 
 
@@ -210,6 +215,11 @@ def _replay(o: RunOptions) -> Replay:
         raise wrong("repeats", o, f"is more than the {replay.repeats} of --workload {o.workload}")
     if o.target == "sim" and not replay.is_counted:
         raise wrong("workload", o, "has prompts without prompt_tokens, which --target sim cannot count")
+    fewest = min(len(table.prompt_tokens) for table in replay.tables.values())
+    if replay.is_closed and o.max_concurrency is not None and o.max_concurrency > fewest:
+        raise wrong(
+            "max_concurrency", o, f"is never reached with the {fewest} requests of --workload {o.workload}"
+        )
     return replay
 
 

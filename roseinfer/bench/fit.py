@@ -43,7 +43,7 @@ def check_fits(
         cell._replace(max_inflight=None, burst_size=None, request_rate=None) for cell in experiment.cells
     }:
         is_traced = cell.output_len is None or (cell.prompt_len is None and given_tokens is None)
-        if experiment.trace is not None and is_traced and not vary(experiment.load):
+        if experiment.trace is not None and is_traced:
             _check_trace(experiment, experiment.trace, cell, context_tokens, given_tokens or 0, least)
         if not is_traced:
             _check_typical(experiment, cell, context_tokens, given_tokens)
@@ -69,12 +69,13 @@ def _check_typical(experiment: Experiment, cell: Cell, context_tokens: int, give
 def _check_trace(
     experiment: Experiment, trace: Trace, cell: Cell, context_tokens: int, given_tokens: int, least: int
 ) -> None:
+    """Request by request, since what a trace says is not cut: a length that is drawn has to leave it its place."""
     load = experiment.load
-    n = load.num_requests or len(trace)
-    if load.duration_s is not None:  # a request may be played up to a tick earlier than its stamp says
-        last_s = load.duration_s / load.time_scale + (trace.tick_s or 0)
-        n = min(n, int(np.searchsorted(trace.arrived_s, last_s)))
-    prompts, outputs = asked_lengths(experiment, cell, n, 0, given_tokens)
+    prompts, outputs = asked_lengths(experiment, cell, _played(experiment, trace), 0, given_tokens)
+    if load.prompt_lengths.kind != "fixed":
+        prompts = np.full_like(prompts, least)
+    if load.output_lengths.kind != "fixed":
+        outputs = np.ones_like(outputs)
     needs = prompts + outputs
     if (too_long := needs > most_tokens(experiment, context_tokens)).any():
         row = int(np.argmax(too_long))
@@ -94,7 +95,7 @@ def _check_drawn(
 ) -> None:
     """By a sample of the very distribution, so that this sees what drawing would do."""
     load, trace = experiment.load, experiment.trace
-    n = BLOCK_ROWS if trace is None else load.num_requests or len(trace)
+    n = BLOCK_ROWS if trace is None else _played(experiment, trace)
     prompts, outputs = asked_lengths(experiment, cell, n, 0, given_tokens)
     is_fixed = load.prompt_lengths.kind == "fixed"
     most = most_tokens(experiment, context_tokens)
@@ -109,6 +110,17 @@ def _check_drawn(
             f"{'' if is_fixed else f' or lengthened to {least} prompt tokens'}; at most {MOST_CUT:.0%} may"
         )
         raise InputError(flag(field), getattr(experiment.options, field), why)
+
+
+def _played(experiment: Experiment, trace: Trace) -> int:
+    """How many requests of a trace are played, at most."""
+    load = experiment.load
+    n = load.num_requests or len(trace)
+    if load.duration_s is None:
+        return n
+    # A request may be played up to a tick earlier than its stamp says.
+    last_s = load.duration_s / load.time_scale + (trace.tick_s or 0)
+    return min(n, int(np.searchsorted(trace.arrived_s, last_s)))
 
 
 def _check_replay(experiment: Experiment, replay: Replay, context_tokens: int, special_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from roseinfer.bench.options import RunOptions, flag
@@ -12,7 +13,9 @@ LARGEST: Final = 2**31 - 1
 MOST_REQUESTS: Final = 10_000_000
 """Per cell and repeat: more is a slip of the pen, and would fill the memory before anybody saw it."""
 
-_LARGEST_NUMBER: Final = 1e9
+LARGEST_NUMBER: Final = 1e9
+_FAR_OUT: Final = 5
+"""Standard deviations of the logarithm."""
 
 
 def wrong(field: str, options: RunOptions, why: str) -> InputError:
@@ -46,7 +49,7 @@ def rates(field: str, text: str) -> list[float]:
             rate = float(item)
         except ValueError:
             rate = math.nan
-        if not 0 < rate <= _LARGEST_NUMBER:
+        if not 0 < rate <= LARGEST_NUMBER:
             raise InputError(flag(field), text, f"{item.strip()!r} is no number of requests per second > 0")
         if f"{rate:g}" in found:
             raise InputError(flag(field), text, f"names {rate:g} twice (six digits count)")
@@ -57,7 +60,7 @@ def rates(field: str, text: str) -> list[float]:
 def check_positive(field: str, options: RunOptions) -> None:
     """Raises InputError for a number that is neither None nor finite and above 0."""
     value = getattr(options, field)
-    if value is not None and not 0 < value <= _LARGEST_NUMBER:
+    if value is not None and not 0 < value <= LARGEST_NUMBER:
         raise wrong(field, options, "must be a number > 0")
 
 
@@ -66,6 +69,15 @@ class Lengths(NamedTuple):
 
     kind: str = "fixed"
     spread: float = 0.0
+
+    def bounds(self, tokens: int) -> tuple[int, int]:
+        """The shortest and the longest that a length of `tokens` may become; of lognormal ones, almost surely."""
+        if self.kind == "lognormal":
+            factors = math.exp(-_FAR_OUT * self.spread), math.exp(_FAR_OUT * self.spread)
+        else:
+            factors = 1 - self.spread, 1 + self.spread
+        low, high = (max(round(tokens * factor), 1) for factor in factors)
+        return low, high
 
 
 def parse_lengths(name: str, text: str) -> Lengths:
@@ -83,3 +95,12 @@ def parse_lengths(name: str, text: str) -> Lengths:
     if not 0 < spread <= most:
         raise InputError(name, text, f"{number!r} is no number above 0 and up to {most:g}")
     return Lengths(kind, spread)
+
+
+def check_spread(field: str, options: RunOptions, lengths: Lengths, typical: Sequence[int | None]) -> None:
+    """Raises InputError where lengths that are to vary around one of these round to the same whole number."""
+    for tokens in typical:
+        if tokens is not None and lengths.kind != "fixed":
+            low, high = lengths.bounds(tokens)
+            if low == high:
+                raise wrong(field, options, f"changes no length of {tokens} tokens")

@@ -145,7 +145,8 @@ def ab(
 ) -> None:
     """Measure two checkouts or configurations in turn on this machine, and judge B against A as `check` does.
 
-    All other words are flags of `sweep`, for both sides.
+    All other words are flags of `sweep`, for both sides. Both need the same cells: flags that `sweep` takes lists of,
+    such as --max-inflight, cannot differ between the sides; sweep both values instead.
     """
     from datetime import UTC, datetime
 

@@ -23,7 +23,8 @@ def draw_lengths(
     """`n` lengths in tokens, not cut yet.
 
     "uniform" has every whole number from typical * (1 - spread), but at least 1, to typical * (1 + spread) alike;
-    "lognormal" has the typical length for its median and `spread` for the standard deviation of its logarithm.
+    "lognormal" has the typical length for its median and `spread` for the standard deviation of its logarithm; at
+    least 1 token stays.
     """
     if lengths.kind == "fixed":
         return np.full(n, typical_tokens, np.int64)
@@ -36,11 +37,10 @@ def draw_lengths(
 
 def _block(lengths: Lengths, typical_tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:
     if lengths.kind == "uniform":
-        low, high = (round(typical_tokens * (1 + sign * lengths.spread)) for sign in (-1, 1))
-        return rng.integers(max(low, 1), high, size=BLOCK_ROWS, endpoint=True)
+        low, high = lengths.bounds(typical_tokens)
+        return rng.integers(low, high, size=BLOCK_ROWS, endpoint=True)
     drawn = typical_tokens * rng.lognormal(sigma=lengths.spread, size=BLOCK_ROWS)
-    tokens: NDArray[np.int64] = np.rint(np.minimum(drawn, LARGEST)).astype(np.int64)
-    return tokens
+    return scaled(np.minimum(drawn, LARGEST), 1.0)
 
 
 def asked_lengths(
@@ -62,9 +62,9 @@ def asked_lengths(
     if cell.output_len is None and trace is not None:
         outputs = scaled(trace.output_tokens[:n], load.length_scale)
     else:
-        typical = cell.output_len or 1
+        assert cell.output_len is not None
         outputs = draw_lengths(
-            load.output_lengths, typical, n, seed=seed, repeat=repeat, stream=Stream.OUTPUT_LENGTHS
+            load.output_lengths, cell.output_len, n, seed=seed, repeat=repeat, stream=Stream.OUTPUT_LENGTHS
         )
     return prompts, outputs
 
@@ -74,7 +74,7 @@ def vary(load: Load) -> bool:
     return {load.prompt_lengths.kind, load.output_lengths.kind} != {"fixed"}
 
 
-def scaled(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
+def scaled(tokens: NDArray[np.int64] | NDArray[np.float64], factor: float) -> NDArray[np.int64]:
     """`tokens` times `factor`, to the nearest whole number, but at least 1."""
     whole: NDArray[np.int64] = np.maximum(np.rint(tokens * factor), 1).astype(np.int64)
     return whole

@@ -30,6 +30,9 @@ CLOSED: Final = "closed"
 CLOSED_LOOP_MOST: Final = 65_536
 """Requests that a closed loop with --duration and no --num-requests sends at most."""
 
+CLOSED_LOOP_REFUSED_PAUSE_S: Final = 0.05
+"""From a refusal to the next request of that user: without a pause a client would measure how fast it is refused."""
+
 FIXED: Final = Lengths()
 
 AT_A_RATE: Final = ("constant", "poisson", "gamma")
@@ -92,6 +95,18 @@ class Load:
     def is_closed(self) -> bool:
         return self.arrival == CLOSED
 
+    @property
+    def ends_by_time_alone(self) -> bool:
+        """How many requests a closed loop sends follows from nothing but its duration."""
+        return self.is_closed and self.duration_s is not None and self.num_requests is None
+
+    @property
+    def user_starts_s(self) -> tuple[float, ...]:
+        """When each user of a closed loop starts: max(1, floor(users * t / ramp)) of them are there at time t."""
+        assert self.max_concurrency is not None
+        users, ramp_s = self.max_concurrency, self.ramp_s or 0.0
+        return (0.0, *(k * ramp_s / users for k in range(2, users + 1)))
+
 
 def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool = False) -> Load:
     """The load of the flags, checked one by one and against each other. `given` names the fields that the user set.
@@ -111,6 +126,10 @@ def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool 
     _check_end(o, arrival)
     if o.ramp is not None and arrival not in (*AT_A_RATE, CLOSED):
         raise wrong("ramp", o, "needs --request-rate, or the closed loop of --max-concurrency")
+    if o.ramp is not None and arrival == CLOSED and o.max_concurrency == 1:
+        raise wrong(
+            "ramp", o, "has nobody to wait for with --max-concurrency 1: the first user is there at once"
+        )
     if o.ramp is not None and o.duration is not None and o.ramp >= o.duration:
         raise wrong("ramp", o, f"must be shorter than --duration {o.duration:g}")
     return Load(

@@ -91,7 +91,10 @@ class LoadOptions:
     ] = None
     duration: Annotated[
         float | None,
-        decimal_option(help="Seconds after which nothing more is sent; what is outstanding is waited for."),
+        decimal_option(
+            help="Seconds after which nothing more is sent; what is outstanding is waited for. A closed loop that it"
+            " alone ends has 65,536 requests to send; one that runs out of them is invalid."
+        ),
     ] = None
     burst_size: Annotated[
         str | None,
@@ -127,7 +130,8 @@ class LoadOptions:
         int | None,
         whole_option(
             help="Requests that the client keeps outstanding. With a schedule (rate, burst, trace) it is a cap, and"
-            " latency still counts from the schedule; without one it is a closed loop of that many users."
+            " latency still counts from the schedule; without one it is a closed loop of that many users, each of whom"
+            " sends the next request when the last has ended, or 50 ms after it was refused."
         ),
     ] = None
     timeout: Annotated[

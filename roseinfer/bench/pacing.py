@@ -30,22 +30,27 @@ _CONSTANT_GAP_CV: Final = 0.05
 _GAP_SHARE_OF_LAG: Final = 0.25
 """Gaps that differ by less than this share of a lag that is no fault are no fault either, however short they are."""
 
-_NEEDED: Final = ("arrival", "scheduled_s", "sent_s", "cap_wait_s", "send_lag_s", "ttft_s")
-
 
 def check_pacing(requests: pd.DataFrame) -> list[str]:
     """One sentence for every way in which the requests of one cell and repeat were not sent as drawn."""
     if requests.empty or _arrival(requests) == CLOSED:
         return []
-    derived = (requests if "send_lag_s" in requests else derive(requests))[[*_NEEDED]]
-    was_sent = derived["sent_s"].notna().to_numpy()
-    was_held = (derived["cap_wait_s"] > ROUNDING_S).to_numpy()
+    derived = requests if "send_lag_s" in requests else derive(requests)
+    due_s, sent_s, cap_wait_s, lag_s, ttft_s = (
+        derived[name].to_numpy(dtype=np.float64)
+        for name in ("scheduled_s", "sent_s", "cap_wait_s", "send_lag_s", "ttft_s")
+    )
+    was_sent = ~np.isnan(sent_s)
+    was_held = cap_wait_s > ROUNDING_S
     in_burst = _are_at_once(derived) & was_sent & ~was_held
     apart = was_sent & ~in_burst
-    found = [*_burst_spread(derived[in_burst]), *_lag(derived[apart])]
+    found = [*_burst_spread(due_s[in_burst], sent_s[in_burst]), *_lag(lag_s[apart], ttft_s[apart])]
     if was_sent.all() and not was_held.any():
-        found += _span(derived)
-    return found + (_constant_gaps(derived[apart & ~was_held]) if _arrival(derived) == "constant" else [])
+        found += _span(due_s, sent_s)
+    on_time = apart & ~was_held
+    return found + (
+        _constant_gaps(due_s[on_time], sent_s[on_time]) if _arrival(derived) == "constant" else []
+    )
 
 
 def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
@@ -130,34 +135,32 @@ def _arrival(requests: pd.DataFrame) -> object:
     return None if requests.empty else requests["arrival"].iloc[0]
 
 
-def _burst_spread(sent: pd.DataFrame) -> list[str]:
-    if sent.empty:
-        return []
-    bursts = sent.groupby("scheduled_s")["sent_s"].agg(["min", "max", "size"])
-    spread_s = (bursts["max"] - bursts["min"]).to_numpy()
-    size = bursts["size"].to_numpy()
+def _burst_spread(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:
+    instant_s, which, size = np.unique(due_s, return_inverse=True, return_counts=True)
+    first_s, last_s = np.full(instant_s.size, np.inf), np.full(instant_s.size, -np.inf)
+    np.minimum.at(first_s, which, sent_s)
+    np.maximum.at(last_s, which, sent_s)
+    spread_s = last_s - first_s
     allowed_s = np.maximum(_BURST_SPREAD_S, _BURST_SPREAD_S_PER_REQUEST * size)
     slow = np.flatnonzero(spread_s > allowed_s)
     if not slow.size:
         return []
     worst = slow[np.argmax(spread_s[slow])]
-    burst = f"the burst of {size[worst]} due at {bursts.index[worst]:.3f} s"
+    burst = f"the burst of {size[worst]} due at {instant_s[worst]:.3f} s"
     more = f" ({slow.size - 1} more bursts like this)" if slow.size > 1 else ""
     return [f"{burst} took {_ms(spread_s[worst])} to send, more than {_ms(allowed_s[worst])}{more}"]
 
 
-def _lag(sent: pd.DataFrame) -> list[str]:
-    lag_s = percentile(sent["send_lag_s"], 99)
-    ttft_s = percentile(sent["ttft_s"], 99)
-    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * ttft_s))
-    if not lag_s > allowed_s:
+def _lag(lag_s: NDArray[np.float64], ttft_s: NDArray[np.float64]) -> list[str]:
+    p99_s = percentile(lag_s, 99)
+    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
+    if not p99_s > allowed_s:
         return []
-    return [f"p99 send lag {_ms(lag_s)}, more than {_ms(allowed_s)}: the sender fell behind"]
+    return [f"p99 send lag {_ms(p99_s)}, more than {_ms(allowed_s)}: the sender fell behind"]
 
 
-def _span(sent: pd.DataFrame) -> list[str]:
+def _span(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:
     """From the first to the last moment at which something was due, of a burst its first send."""
-    due_s, sent_s = sent["scheduled_s"].to_numpy(), sent["sent_s"].to_numpy()
     first_s, last_s = due_s.min(), due_s.max()
     drawn_s = float(last_s - first_s)
     span_s = float(sent_s[due_s == last_s].min() - sent_s[due_s == first_s].min())
@@ -167,18 +170,19 @@ def _span(sent: pd.DataFrame) -> list[str]:
     return [f"requests were sent over {_ms(span_s)}, the schedule spans {_ms(drawn_s)}: more than 1 % apart"]
 
 
-def _constant_gaps(sent: pd.DataFrame) -> list[str]:
+def _constant_gaps(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:
     """The coefficient of variation of the gaps, against the drawn ones: equal, but for a ramp.
 
     The latest 1 % of the sends are left out, as by the rule for the lag.
     """
-    lag_s = sent["sent_s"] - sent["scheduled_s"]
-    kept = sent[lag_s <= percentile(lag_s, 99)].sort_values("scheduled_s")
-    if len(kept) < 3:
+    lag_s = sent_s - due_s
+    kept = np.flatnonzero(lag_s <= percentile(lag_s, 99))
+    if kept.size < 3:
         return []
-    drawn_s = np.diff(kept["scheduled_s"].to_numpy())
+    kept = kept[np.argsort(due_s[kept], kind="stable")]
+    drawn_s = np.diff(due_s[kept])
     gap_s = float(np.median(drawn_s))
-    deviation_s = float(np.std(np.diff(kept["sent_s"].to_numpy()) - drawn_s))
+    deviation_s = float(np.std(np.diff(sent_s[kept]) - drawn_s))
     if deviation_s <= max(_CONSTANT_GAP_CV * gap_s, _GAP_SHARE_OF_LAG * _SEND_LAG_S):
         return []
     cv = f"{deviation_s / gap_s:.3f} of that as sent, more than {_CONSTANT_GAP_CV:g}"

@@ -53,6 +53,7 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._overhead = len(tokenizer.encode(""))  # special tokens that the tokenizer puts in front
         self._words = self._one_token_words(vocab_size)
+        self._prefixes: dict[tuple[int, int], tuple[str, list[int]]] = {}  # by seed and length
         if len(self._words) < 2:
             why = "the tokenizer has no words of one token to compose prompts from: use --prompt"
             raise InputError("--prompt-len", None, why)
@@ -70,8 +71,7 @@ class PromptMaker:
         n_words, n_shared = n_tokens - self._overhead, max(prefix_tokens - self._overhead, 0)
         if n_words < 1:
             raise InputError("--prompt-len", n_tokens, f"the tokenizer alone adds {self._overhead} tokens")
-        shared = self._some_words(np.random.default_rng([seed, 0, 1]), n_shared)
-        shared_ids = self._tokenizer.encode(shared)
+        shared, shared_ids = self._prefix(seed, n_shared)
         rng = np.random.default_rng([seed, index])
         for _ in range(_ATTEMPTS):
             text = shared + self._some_words(rng, n_words - n_shared)
@@ -79,6 +79,13 @@ class PromptMaker:
             if len(ids) == n_tokens and ids[: len(shared_ids)] == shared_ids:
                 return text
         raise InputError("--prompt-len", n_tokens, "no text of this length could be composed: use --prompt")
+
+    def _prefix(self, seed: int, n_words: int) -> tuple[str, list[int]]:
+        known = self._prefixes.get((seed, n_words))
+        if known is None:
+            shared = self._some_words(np.random.default_rng([seed, 0, 1]), n_words)
+            known = self._prefixes[seed, n_words] = shared, self._tokenizer.encode(shared)
+        return known
 
     def _some_words(self, rng: np.random.Generator, n: int) -> str:
         return "".join(self._words[i] for i in rng.integers(len(self._words), size=n))

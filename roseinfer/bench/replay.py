@@ -19,13 +19,30 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from roseinfer.bench.experiment import Cell
-from roseinfer.bench.flag_values import LARGEST
+from roseinfer.bench.flag_values import LARGEST, LARGEST_NUMBER
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.load_options import ARRIVALS
 from roseinfer.bench.prompts import PromptTokenizer
 from roseinfer.errors import InputError
 
 _SHAPE: Final = ("burst_size", "prompt_len", "output_len", "request_rate")
+
+_LARGEST_SEED: Final = 2**32 - 1
+_LONGEST_S: Final = 1e9
+
+
+_ARRIVALS: Final = (*ARRIVALS, CLOSED)
+_WHOLE: Final = {
+    "output_tokens": (1, LARGEST, False),
+    "prompt_tokens": (1, LARGEST, False),
+    "prefix_tokens": (0, LARGEST, False),
+    "repeat": (0, LARGEST, False),
+    "burst_size": (1, LARGEST, True),
+    "prompt_len": (1, LARGEST, True),
+    "output_len": (1, LARGEST, True),
+    "prompt_seed": (0, _LARGEST_SEED, True),
+}
+"""Columns of whole numbers: the least, the most, and whether nothing is said by null."""
 
 
 class Requests(NamedTuple):
@@ -110,9 +127,8 @@ def read_replay(path: Path) -> Replay:
             raise _wrong(path, f"has no column {' or '.join(names)}")
     if table.empty:
         raise _wrong(path, "has no requests")
-    for name, least in (("output_tokens", 1), ("prompt_tokens", 1), ("prefix_tokens", 0), ("repeat", 0)):
-        if name in table.columns:
-            _check_whole(path, table[name], least)
+    for name in table.columns:
+        _check_column(path, table[name])
     keys = [name for name in ("repeat", *_SHAPE) if name in table.columns]
     tables: dict[tuple[Cell, int], Requests] = {}
     groups: Iterable[tuple[Any, pd.DataFrame]] = [((), table)]
@@ -139,8 +155,10 @@ def _requests(path: Path, rows: pd.DataFrame) -> Requests:
     n = len(rows)
     unscheduled = rows["scheduled_s"].isna()
     if not unscheduled.all():
-        times = pd.to_numeric(rows["scheduled_s"], errors="coerce").to_numpy(np.float64)
+        times = _numbers(rows["scheduled_s"])
         _check(path, rows["scheduled_s"], ~np.isfinite(times), "no time")
+        too_late = times - times.min() > _LONGEST_S
+        _check(path, rows["scheduled_s"], too_late, f"more than {_LONGEST_S:g} s after the first")
         order = np.argsort(times, kind="stable")
         rows, times = rows.iloc[order], times[order] - times[order[0]]
     texts: list[str] | None = None
@@ -161,16 +179,35 @@ def _requests(path: Path, rows: pd.DataFrame) -> Requests:
         else np.zeros(n, np.int64),
         output_tokens=rows["output_tokens"].to_numpy(np.int64),
         texts=texts,
-        prompt_seed=None if seed is None else int(seed),
+        prompt_seed=None if pd.isna(seed) else int(seed),
         prefix_tokens=int(_only(path, rows, "prefix_tokens", 0)),
         arrival=arrival,
     )
 
 
-def _check_whole(path: Path, column: pd.Series[Any], least: int) -> None:
-    numbers = pd.to_numeric(column, errors="coerce").to_numpy(np.float64)
-    wrong = ~((numbers >= least) & (numbers <= LARGEST) & (numbers == np.floor(numbers)))
-    _check(path, column, wrong, f"no whole number from {least}")
+def _check_column(path: Path, column: pd.Series[Any]) -> None:
+    """What can be said of each of its values alone; a column that is not ours may hold anything."""
+    name = str(column.name)
+    if name == "arrival":
+        _check(path, column, ~column.isin(_ARRIVALS).to_numpy(), f"none of {', '.join(_ARRIVALS)}")
+    elif name == "request_rate":
+        numbers = _numbers(column)
+        is_rate = (numbers > 0) & (numbers <= LARGEST_NUMBER)
+        _check(path, column, ~(is_rate | column.isna().to_numpy()), "no number of requests per second > 0")
+    elif name in _WHOLE:
+        least, most, may_be_null = _WHOLE[name]
+        numbers = _numbers(column)
+        is_whole = (numbers >= least) & (numbers <= most) & (numbers == np.floor(numbers))
+        is_nothing = column.isna().to_numpy() & may_be_null
+        _check(path, column, ~(is_whole | is_nothing), f"no whole number from {least} to {most}")
+
+
+def _numbers(column: pd.Series[Any]) -> NDArray[np.float64]:
+    """Its values, NaN for what is none: a text, a list, a date, a truth value."""
+    if not pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
+        return np.full(len(column), np.nan)
+    numbers: NDArray[np.float64] = column.to_numpy(np.float64, na_value=np.nan)
+    return numbers
 
 
 def _check(path: Path, column: pd.Series[Any], wrong: NDArray[np.bool_], what: str) -> None:

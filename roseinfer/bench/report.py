@@ -16,8 +16,8 @@ from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import slots_freed_during_burst
 from roseinfer.bench.ratios import paired_ratio
 from roseinfer.bench.records import FACTORS, Outcome, derive, gaps_s
-from roseinfer.bench.stats import percentile, percentile_label, trusted_sample
-from roseinfer.bench.steady_state import warm_up
+from roseinfer.bench.stats import percentile, percentile_label, smallest_sample, trusted_sample
+from roseinfer.bench.steady_state import OPEN_LOOP, warm_up
 from roseinfer.bench.summary import factor_text, limit_label, pooled
 
 PERCENTILES: Final = (50, 95, 99)
@@ -26,6 +26,8 @@ OTHERS: Final = tuple(factor for factor in FACTORS if factor != "max_inflight")
 TABLE_WIDTH: Final = 100
 NARROWEST: Final = 40
 BUSY_LOAD_PER_CORE: Final = 1.5
+FEW_REPEATS: Final = 10
+"""Under so many the bootstrap of a p99 covers far less than 95 %: so few do not show how far runs can lie apart."""
 
 Line = tuple[str, list[str]]
 """A label and a figure per limit."""
@@ -97,7 +99,12 @@ def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
 
     Limits that do not fit into `width` characters go on in a table below.
     """
-    for _, cells in pooled(summary).groupby(list(OTHERS), dropna=False, sort=True):
+    each = summary.loc[summary["repeat"].notna() & (summary["n_ttft"] > 0)].groupby("cell_id")["n_ttft"]
+    totals = pooled(summary)
+    totals = totals.assign(
+        **{f"{which}_n": totals["cell_id"].map(each.agg(which)) for which in ("min", "max")}
+    )
+    for _, cells in totals.groupby(list(OTHERS), dropna=False, sort=True):
         limits = [limit_label(limit) for limit in cells["max_inflight"]]
         records = cells.to_dict("records")
         lines = [("max inflight", limits), *_lines(records)]
@@ -116,9 +123,15 @@ def _wrapped(notes: Iterable[str], width: int) -> Iterator[str]:
 
 
 def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
-    repeats = _spread([int(cell["repeats"]) for cell in cells])
-    pooled_over = "1 repeat" if repeats == "1" else f"{repeats} repeats"
-    yield f"Pooled over {pooled_over}. Intervals are 95 %, from resampling whole repeats."
+    counts = [int(cell["repeats"]) for cell in cells]
+    yield f"Pooled over {_spread(counts)} repeat{'' if set(counts) == {1} else 's'}."
+    if max(counts) > 1:
+        much_less = f", under {FEW_REPEATS} repeats far less" if min(counts) < FEW_REPEATS else ""
+        yield (
+            "p99, interval: 95 % by resampling whole repeats. It never ends above the slowest request seen, so it"
+            f" covers less than 95 %{much_less}."
+        )
+        yield "p99 of a repeat, interval: at least 95 %, by rank; it is about the median over repeats."
     if any(not pd.isna(cell["repeats_needed"]) for cell in cells):
         yield "Repeats to compare: on each side, for +15 % in p99 TTFT to be told from +10 % nine times in ten."
     empty = [limit_label(cell["max_inflight"]) for cell in cells if not cell["completed"]]
@@ -172,13 +185,13 @@ def _lines(cells: list[dict[Any, Any]]) -> Iterator[Line]:
     for metric, name in METRIC_NAMES.items():
         yield from _metric_lines(cells, metric, name)
     if any(c["n_largest_itl"] for c in cells):
-        yield "largest gap of tokens (ms)", [_number(c["max_itl_ms"]) for c in cells]
+        yield "largest gap of tokens (ms)", [_with_n(_number(c["max_itl_ms"]), c["n_itl"]) for c in cells]
     yield "reject p99 (ms)", [_percentile_of(c, "reject", 99, decimals=4) for c in cells]
     for failure in ("error", "timeout"):
         if any(c[f"n_time_to_{failure}"] for c in cells):
             yield f"time to {failure} p99 (ms)", [_percentile_of(c, f"time_to_{failure}", 99) for c in cells]
-    if any(not pd.isna(c["recovery_s"]) for c in cells):
-        yield "recovery from a burst (s)", [_number(c["recovery_s"]) for c in cells]
+    if any(c["arrival"] in OPEN_LOOP and not pd.isna(c["burst_size"]) for c in cells):
+        yield "recovery from a burst (s)", [_with_n(_recovery(c), c["n_recovery"]) for c in cells]
     yield "throughput (tokens/s)", [_number(c["output_throughput"]) for c in cells]
     yield "throughput (requests/s)", [_number(c["request_throughput"]) for c in cells]
 
@@ -194,10 +207,11 @@ def _metric_lines(cells: list[dict[Any, Any]], metric: str, name: str) -> Iterat
         yield f"  p{p}", [_percentile_of(c, metric, p) for c in cells]
     yield "  p99, interval", [_bounds(c, f"p99_{metric}_ms") for c in cells]
     if metric == "ttft":
-        yield "  p99 of a repeat, median", [_number(c["median_p99_ttft_ms"]) for c in cells]
+        yield "  p99 of a repeat, median", [_of_a_repeat(c) for c in cells]
         yield "  p99 of a repeat, interval", [_bounds(c, "median_p99_ttft_ms") for c in cells]
-        if any(not pd.isna(c["p99_ttft_after_start_ms"]) for c in cells):
-            yield "  p99 after the start", [_number(c["p99_ttft_after_start_ms"]) for c in cells]
+        if any(c["n_ttft_after_start"] for c in cells):
+            yield "  n after the start", [_count(c["n_ttft_after_start"]) for c in cells]
+            yield "  p99 after the start", [_percentile_of(c, "ttft_after_start", 99) for c in cells]
         if any(not pd.isna(c["repeats_needed"]) for c in cells):
             yield "  repeats to compare", [_number(c["repeats_needed"], 0) for c in cells]
     share = "served" if all(pd.isna(c["good"]) for c in cells) else "good"
@@ -226,6 +240,23 @@ def _percentile_of(cell: dict[Any, Any], metric: str, p: int, decimals: int = 2)
     figure = _number(cell[f"p{p}_{metric}_ms"], decimals)
     label = percentile_label(p, n)
     return figure if label == f"p{p}" else f"{label} {figure}"
+
+
+def _of_a_repeat(cell: dict[Any, Any]) -> str:
+    """The median of the p99s of the repeats; where repeats are small it is one of their maxima, and says so."""
+    figure, enough = _number(cell["median_p99_ttft_ms"]), smallest_sample(99)
+    if pd.isna(cell["min_n"]) or cell["min_n"] >= enough:
+        return figure
+    least_to_most = _spread([int(cell["min_n"]), int(cell["max_n"])])
+    return f"{'max' if cell['max_n'] < enough else 'max or p99'} (n={least_to_most}) {figure}"
+
+
+def _recovery(cell: dict[Any, Any]) -> str:
+    return "never" if np.isinf(cell["recovery_s"]) else _number(cell["recovery_s"])
+
+
+def _with_n(figure: str, n: float) -> str:
+    return figure if figure == "n/a" else f"{figure} (n={int(n)})"
 
 
 def _bounds(cell: dict[Any, Any], name: str) -> str:

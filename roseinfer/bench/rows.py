@@ -62,11 +62,19 @@ class Attempt:
     unsent_because: str | None = None
 
 
-def factor_columns(target: str, model: str, cell: Cell, workload: Workload) -> dict[str, Any]:
-    """The columns that are the same in all rows of a cell: what it was asked to be, null where nothing was asked."""
-    prompt_len = cell.prompt_len
-    if prompt_len is None and cell.output_len is not None and workload.arrival != "trace":
-        prompt_len = int(workload.prompt_tokens[0])  # of --prompt, all copies of one text
+def unsent_because(cap: int | None) -> str:
+    """Why a request that the client's own cap held back to the end was not sent."""
+    return f"not sent: --max-concurrency {cap} was reached until --duration ended"
+
+
+def factor_columns(
+    target: str, model: str, cell: Cell, workload: Workload, *, is_one_text: bool = False
+) -> dict[str, Any]:
+    """The columns that are the same in all rows of a cell: what it was asked to be, null where nothing was asked.
+
+    `is_one_text`: all prompts are --prompt, whose length is then theirs.
+    """
+    prompt_len = int(workload.prompt_tokens[0]) if is_one_text else cell.prompt_len
     return {
         "target": target,
         "model": model,

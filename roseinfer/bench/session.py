@@ -36,12 +36,11 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model")
 
 
 class _Bench(NamedTuple):
-    """What cells are run on. `model` says in run.json what computes, `notes` what a reader must know of the load."""
+    """What cells are run on. `model` says in run.json what computes."""
 
     target: measurement.Target
     source: WorkloadSource
     model: dict[str, Any]
-    notes: list[str]
 
 
 class Session:
@@ -126,7 +125,9 @@ class Session:
         with self._progress as progress, ExitStack() as claims:
             bench = self._set_up(progress)
             workload = bench.source.table()
-            manifest = measurement.manifest(experiment, bench.model, workload, bench.notes, self._command)
+            manifest = measurement.manifest(
+                experiment, bench.model, workload, bench.source.notes, self._command
+            )
             if self.folder is not None:
                 self._check_same(self.folder, manifest)
                 claims.enter_context(self.folder.claimed())
@@ -152,7 +153,7 @@ class Session:
         experiment, options = self.experiment, self.experiment.options
         if (simulated := self._simulated) is not None:
             source = WorkloadSource(experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
-            return _Bench(simulated, source, simulated.describe(), [*source.notes, *simulated.notes()])
+            return _Bench(simulated, source, simulated.describe())
         progress("loading the model")
         from roseinfer.engine import InferenceEngine
 
@@ -171,7 +172,7 @@ class Session:
         )
         kind = check_model_source(options.model).kind
         model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
-        return _Bench(InProcessTarget(engine, experiment), source, model, source.notes)
+        return _Bench(InProcessTarget(engine, experiment), source, model)
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from roseinfer.bench.figure_style import BLACK, BLUE, GREY, STYLE, Caption, dres
 from roseinfer.bench.labels import label_cells, limit_title
 from roseinfer.bench.records import FACTORS, Outcome, derive
 from roseinfer.bench.stats import smallest_sample
+from roseinfer.bench.steady_state import steady_rows
 
 PERCENTS: Final = (10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9)
 """Those of them are drawn that lie below the largest value of both samples."""
@@ -59,10 +60,10 @@ def shift_data(
 ) -> pd.DataFrame:
     """Per cell that both runs have, a row per percentile of TTFT: `a_ms`, `b_ms`, and `ratio` = b / a with `lo`, `hi`.
 
-    Frames of REQUEST_SCHEMA; cells match by their factors. Completed requests of all repeats are pooled, percentiles
-    by nearest rank. The band resamples whole repeats of each side (the same ones on both sides if `paired`: the
-    runs share blocks), and holds all percentiles of a cell together with 95 % (Bonferroni). Null with fewer
-    than 2 repeats on a side, and where one side completed nothing.
+    Frames of REQUEST_SCHEMA; cells match by their factors. Completed requests of all repeats are pooled, without the
+    warm-up of an open loop, percentiles by nearest rank. The band resamples whole repeats of each side (the same ones
+    on both sides if `paired`: the runs share blocks), for all percentiles of a cell together at 95 % (Bonferroni).
+    Null with fewer than 2 repeats on a side, and where one side completed nothing.
     """
     sides = [_samples(requests) for requests in (a_requests, b_requests)]
     rows: list[dict[str, Any]] = []
@@ -104,7 +105,8 @@ def _samples(requests: pd.DataFrame) -> dict[tuple[float | None, ...], Side]:
     for values, rows in derived.groupby(list(FACTORS), dropna=False, sort=False):
         name = tuple(None if pd.isna(value) else value for value in cast("tuple[float, ...]", values))
         cells[name] = [
-            np.sort(repeat["ttft_ms"].dropna().to_numpy(np.float64)) for _, repeat in rows.groupby("repeat")
+            np.sort(repeat["ttft_ms"].dropna().to_numpy(np.float64))
+            for _, repeat in steady_rows(rows).groupby("repeat")
         ]
     return cells
 
@@ -206,8 +208,8 @@ def draw_shift(
     ]
     facts = (
         f"{names[0]}: {_sample_text(shift, 'a')}. {names[1]}: {_sample_text(shift, 'b')}. Percentiles by nearest"
-        " rank over completed requests of all repeats pooled; a line ends where the sample does. Band: whole repeats"
-        " drawn anew, all percentiles of a cell together. TTFT: scheduled send to first token received."
+        " rank over completed requests of all repeats pooled, without warm-up; a line ends where the sample does. Band:"
+        " whole repeats drawn anew, all percentiles of a cell together. TTFT: scheduled send to first token received."
     )
     dress(figure, f"Where TTFT moved from {names[0]} to {names[1]}", marks, caption, facts)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +19,17 @@ from roseinfer.bench.labels import tidy_cells
 from roseinfer.bench.measurement import summary_of
 from roseinfer.bench.ratios import fewest_repeats, paired_ratio, repeats_needed, unpaired_ratio
 from roseinfer.bench.records import FACTORS, REQUEST_SCHEMA, flattened
-from roseinfer.bench.stats import Interval
+from roseinfer.bench.stats import Interval, smallest_sample
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.bench.summary import pooled
 
 MACHINE: Final = ("cpu_model", "cores_usable", "gpus")
 """What of the environment makes another machine of it. Threads, versions and the like are notes."""
+
+FAR: Final = 10_000
+"""More repeats than this are not a number to collect."""
+
+_ONLY_SOMETIMES: Final = ("_reject_ms", "_time_to_error_ms", "_time_to_timeout_ms")
 
 _SAME_S: Final = 1e-9
 """Moments on a virtual clock that differ by less are the same."""
@@ -79,10 +85,28 @@ class Side:
         row = self.cells[cell]
         return {factor: None if pd.isna(row[factor]) else float(row[factor]) for factor in FACTORS}
 
+    @cached_property
+    def repeats(self) -> dict[str, pd.DataFrame]:
+        """The rows of each cell, one a repeat; the index is the repeat."""
+        rows = self.summary[self.summary["repeat"].notna()].set_index("repeat", drop=False)
+        return {str(cell): own for cell, own in rows.groupby("cell_id", sort=False)}
+
     def values(self, cell: str, metric: str) -> pd.Series[float]:
         """The metric in each repeat that measured it."""
-        repeats = self.summary[(self.summary["cell_id"] == cell) & self.summary["repeat"].notna()]
-        return repeats.set_index("repeat")[metric].astype("float64").dropna()
+        return self.repeats[cell][metric].astype("float64").dropna()
+
+    def unmeasured(self, cell: str, metric: str) -> str | None:
+        """Where the metric should have been measured and was not, in words; None where nothing is missing.
+
+        Refusals and failures are the exception: a repeat without any has no latency of them, and is the better for it.
+        """
+        values = self.values(cell, metric)
+        if values.empty or math.isnan(self.pooled_value(cell, metric)):
+            return f"{self.name} has no {metric}: not measured"
+        missing, of = len(self.repeats[cell]) - len(values), len(self.repeats[cell])
+        if missing and not metric.endswith(_ONLY_SOMETIMES):
+            return f"{self.name} has no {metric} in {missing} of {of} repeats: not measured"
+        return None
 
     def pooled_value(self, cell: str, metric: str) -> float:
         """The metric over all repeats; NaN where it was not measured."""
@@ -91,8 +115,24 @@ class Side:
 
     def count(self, cell: str, metric: str) -> int:
         """What the metric was taken from: latencies, or for other metrics offered requests."""
-        n = self.cells[cell].get("n_" + metric.partition("_")[2].removesuffix("_ms"))
+        n = self.cells[cell].get(_count_name(metric))
         return int(self.cells[cell]["offered"] if n is None or pd.isna(n) else n)
+
+    def shares(self, cell: str) -> tuple[float, float]:
+        """Of the offered requests: how many were refused, and served (within the goals, where there are any)."""
+        row = self.cells[cell]
+        served = row["completed"] / row["offered"] if pd.isna(row["good_share"]) else row["good_share"]
+        return float(row["reject_rate"]), float(served)
+
+    def name_of_percentile(self, cell: str, metric: str) -> str | None:
+        """What "p99" is where a repeat (of a simulation: all of them) has too few values: "max of 16 in a repeat"."""
+        percent, counts = re.match(r"p(\d\d)_", metric), self.repeats[cell].get(_count_name(metric))
+        if percent is None or counts is None or not (counts > 0).any():
+            return None
+        n = self.count(cell, metric) if self.is_simulated else int(counts[counts > 0].min())
+        if n >= smallest_sample(int(percent[1])):
+            return None
+        return f"max of {n}" + ("" if self.is_simulated else " in a repeat")
 
     def invalid_reason(self) -> str | None:
         """What makes the run invalid; None for a valid one."""
@@ -103,6 +143,20 @@ class Side:
         where = f"{first['cell_id']} repeat {int(first['repeat']) + 1}: {first['invalid_reasons']}"
         return f"{len(bad)} of {int(self.summary['repeat'].notna().sum())} cells and repeats, the first is {where}"
 
+    def unfinished(self) -> str | None:
+        """What is there of a run that is not done; None for one that is."""
+        if self.folder.is_done:
+            return None
+        done, order = len(self.folder.finished_cells()), self.manifest.get("order")
+        planned = (
+            sum(map(len, order)) if order else len(self.cells) * self.manifest["configuration"]["repeats"]
+        )
+        return f"{self.name} is not finished: {done} of {planned} cells and repeats are"
+
+
+def _count_name(metric: str) -> str:
+    return "n_" + metric.partition("_")[2].removesuffix("_ms")
+
 
 def share_blocks(a: Side, b: Side) -> bool:
     """Repeat k of both was measured in one block: they can be compared in pairs."""
@@ -110,9 +164,9 @@ def share_blocks(a: Side, b: Side) -> bool:
 
 
 def how_compared(run: Side, baseline: Side) -> str:
-    """What the intervals of their ratios are, in words."""
+    """What their ratios are, in words."""
     if run.is_simulated:
-        return "simulated: exact, without intervals"
+        return "simulated: ratios of figures over all repeats, exact"
     if share_blocks(run, baseline):
         return "compared in pairs, block by block"
     return "compared as two independent samples of repeats"
@@ -123,63 +177,52 @@ class Comparison:
     """How a metric of `run` relates to that of `baseline` in one cell: the ratio run / baseline with its interval."""
 
     interval: Interval
-    n: int
-    repeats: tuple[int, int]  # of run and baseline, that measured it; pairs: twice the same
+    n: tuple[int, int]  # of run and baseline
+    repeats: tuple[int, int]  # that measured it; pairs: twice the same
     needed: int  # repeats a side that carry the level, and from which the ratio is precise enough
-    carries: int  # repeats a side that carry the level at all
+    carries: int  # repeats a side that carry the level, where both have as many
 
     @property
     def enough(self) -> bool:
         return min(self.repeats) >= self.needed
 
+    @property
+    def is_erratic(self) -> bool:
+        """The repeats differ so much, as 0 does from all else, that a typical ratio does not speak for the rest."""
+        return self.needed >= FAR
+
 
 def compare_cell(run: Side, baseline: Side, cell: str, metric: str, level: float) -> Comparison:
     """The ratio of run to baseline. Zero on both sides alike is a ratio of 1, and a simulated run has no spread."""
     pairs = share_blocks(run, baseline)
-    a, b = run.values(cell, metric), baseline.values(cell, metric)
-    if pairs:
-        both = a.index.intersection(b.index)
-        a, b = a[both], b[both]
-    n, repeats = run.count(cell, metric), (len(a), len(b))
+    a, b = values_of(run, baseline, cell, metric)
+    n, repeats = (run.count(cell, metric), baseline.count(cell, metric)), (len(a), len(b))
     if run.is_simulated:
         return Comparison(exactly(_ratio(run, baseline, cell, metric)), n, repeats, 1, 1)
-    return comparison_of(_array(a), _array(b), paired=pairs, level=level, n=n)
+    return comparison_of(a, b, paired=pairs, level=level, n=n)
 
 
-def _array(values: pd.Series[float]) -> NDArray[np.float64]:
-    return np.asarray(values, dtype=np.float64)
+def values_of(
+    run: Side, baseline: Side, cell: str, metric: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The metric in the repeats of both sides; of sides that share blocks only in the blocks that both measured."""
+    a, b = run.values(cell, metric), baseline.values(cell, metric)
+    if share_blocks(run, baseline):
+        both = a.index.intersection(b.index)
+        a, b = a[both], b[both]
+    return np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
 
 
 def comparison_of(
-    run: NDArray[np.float64], baseline: NDArray[np.float64], *, paired: bool, level: float, n: int
+    run: NDArray[np.float64], baseline: NDArray[np.float64], *, paired: bool, level: float, n: tuple[int, int]
 ) -> Comparison:
     """The ratio of the per-repeat values of two sides, those of shared blocks at the same place."""
-    repeats, carries = (len(run), len(baseline)), fewest_repeats(level, paired)
-    ever, before = bool(run.any()), bool(baseline.any())
-    if min(repeats) and not ever and not before:
-        return Comparison(exactly(1.0), n, repeats, carries, carries)
-    if min(repeats) and ((run.all() and not before) or (baseline.all() and not ever)):
-        point = math.inf if ever else 0.0  # always against never: as far apart as ranks can be
-        sure = min(repeats) >= carries
-        interval = exactly(point) if sure else Interval(-math.inf, point, math.inf)
-        return Comparison(interval, n, repeats, carries, carries)
+    repeats, carried = (len(run), len(baseline)), fewest_repeats(level, paired)
+    if min(repeats) and not run.any() and not baseline.any():
+        return Comparison(exactly(1.0), n, repeats, carried, carried)
     interval = (paired_ratio if paired else unpaired_ratio)(run, baseline, level)
-    needed = max(carries, repeats_needed(run, baseline, paired))
-    return Comparison(interval, n, repeats, needed, carries)
-
-
-def compare_shares(run: Side, baseline: Side, cell: str, metric: str, level: float) -> Interval:
-    """The difference run - baseline of a share of the offered requests, which may be 0 and then has no ratio."""
-    a, b = run.values(cell, metric), baseline.values(cell, metric)
-    difference = run.pooled_value(cell, metric) - baseline.pooled_value(cell, metric)
-    if run.is_simulated or (a.nunique() == 1 and b.nunique() == 1 and a.iloc[0] == b.iloc[0]):
-        return exactly(difference)
-    ratio = unpaired_ratio
-    if share_blocks(run, baseline):
-        both = a.index.intersection(b.index)
-        a, b, ratio = a[both], b[both], paired_ratio
-    found = ratio(np.exp(_array(a)), np.exp(_array(b)), level)  # log of a ratio of exp is a difference
-    return Interval(*(math.log(bound) if 0 < bound < math.inf else bound for bound in found))
+    needed = max(carried, repeats_needed(run, baseline, paired))
+    return Comparison(interval, n, repeats, needed, carried)
 
 
 def exactly(value: float) -> Interval:
@@ -205,6 +248,17 @@ def other_machine(run: Side, baseline: Side) -> list[str]:
     ]
 
 
+def other_repeats(run: Side, baseline: Side) -> str | None:
+    """Why two simulated runs, of which all repeats are compared together, cannot be; None where they can."""
+    if not run.is_simulated:
+        return None
+    for cell in run.repeats.keys() & baseline.repeats.keys():
+        a, b = (set(side.repeats[cell].index) for side in (run, baseline))
+        if a != b:
+            return f"has other repeats in {cell}, {len(b)} against {len(a)}: simulated runs are compared as a whole"
+    return None
+
+
 def notes_on(run: Side, baseline: Side) -> list[str]:
     """What differs between how the two were measured, beyond their cells; a line each."""
     before, now = (
@@ -216,11 +270,6 @@ def notes_on(run: Side, baseline: Side) -> list[str]:
         where = "" if first is None else f", the first: {first}"
         notes.append(f"{differing} of {of} simulated requests differ from the baseline's{where}")
     notes += [f"baseline and run differ: {difference}" for difference in differences(before, now)]
-    notes += [
-        f"{side.name} is not finished: {len(side.folder.finished_cells())} cells and repeats are"
-        for side in (baseline, run)
-        if not side.folder.is_done
-    ]
     cached = [_cached_share(side.requests) for side in (baseline, run)]
     if cached[0] != cached[1]:
         notes.append(

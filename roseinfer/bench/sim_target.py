@@ -10,7 +10,15 @@ from typing import Any, Final
 import pandas as pd
 
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.rows import Attempt, CellResult, factor_columns, request_row, step_row
+from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
+from roseinfer.bench.rows import (
+    Attempt,
+    CellResult,
+    factor_columns,
+    request_row,
+    step_row,
+    unsent_because,
+)
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import SchedulerManagerOverloadedError
@@ -51,21 +59,9 @@ class SimTarget:
             "device": "virtual clock",
         }
 
-    def notes(self) -> list[str]:
-        """What a reader must know of the load on this target."""
-        load, limits = self._experiment.load, [cell.max_inflight for cell in self._experiment.cells]
-        users = load.max_concurrency if load.is_closed else None
-        if users is None or all(limit is None or limit >= users for limit in limits):
-            return []
-        note = (
-            "a refusal takes no virtual time, so users of a closed loop who meet a limit below their number are"
-            " refused over and over at once, until nothing is left to send"
-        )
-        return [note]
-
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat, from the first arrival (time zero) to the last token."""
-        limits, rules = self._limits(cell), self._rules()
+        load, limits, rules = self._experiment.load, self._limits(cell), self._rules()
         run = simulate(_arrivals(workload), limits, self._cost_model.step_seconds, rules)
         attempts = self._attempts(run, workload, rules)
         factors = factor_columns(self.name, self._cost_model.name, cell, workload)
@@ -90,6 +86,8 @@ class SimTarget:
                 started_utc=VIRTUAL_START_UTC,
                 max_concurrency=rules.max_concurrency,
                 peak_outstanding=run.peak_outstanding,
+                ramp_s=load.ramp_s if load.is_closed else None,
+                ran_out_s=run.sent[-1].time_s if load.ends_by_time_alone and run.sent[-1] else None,
             ),
             notes={
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -114,8 +112,8 @@ class SimTarget:
         load = self._experiment.load
         return ClientRules(
             max_concurrency=load.max_concurrency,
-            is_closed=load.is_closed,
-            ramp_s=load.ramp_s,
+            user_starts_s=load.user_starts_s if load.is_closed else None,
+            refused_pause_s=CLOSED_LOOP_REFUSED_PAUSE_S,
             duration_s=load.duration_s,
             timeout_s=load.timeout_s,
         )
@@ -134,9 +132,7 @@ class SimTarget:
                     deadline_s = sent.time_s + rules.timeout_s
                 attempts.append(_attempt(sent, scheduled_s, deadline_s, int(workload.prompt_tokens[index])))
             elif workload.scheduled_s is not None:  # what a closed loop did not come to was never offered
-                why = (
-                    f"not sent: --max-concurrency {rules.max_concurrency} was reached until --duration ended"
-                )
+                why = unsent_because(rules.max_concurrency)
                 scheduled_s = float(workload.scheduled_s[index])
                 attempts.append(Attempt(scheduled_s, gave_up_s=rules.duration_s, unsent_because=why))
         return attempts

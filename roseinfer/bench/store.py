@@ -294,7 +294,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     Compared of the two manifests: `configuration` (flag name to value), `workload_sha256`, `model` (a
     mapping), and of `environment` (as `describe_environment` gives it) the code and what of the machine
-    decides how fast it computes.
+    decides how fast it computes, which on a virtual clock is nothing.
     """
     before, after = _plain(old), _plain(new)
     environments = before.get("environment", {}), after.get("environment", {})
@@ -309,6 +309,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         known = f" (git commit {commits[0]}, now {commits[1]})" if commits[0] != commits[1] else ""
         found.append(f"the code of roseinfer changed{known}")
     found += _changed("version of {}", *(environment.get("versions", {}) for environment in environments))
+    if before.get("target") == "sim":
+        return found
     machines = [{key: environment.get(key) for key in _MACHINE_KEYS} for environment in environments]
     return found + _changed("machine's {}", *machines)
 

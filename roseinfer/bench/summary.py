@@ -6,7 +6,8 @@ only, `reject` the refusals at submission, `add_request` the admitted, `time_to_
 ended so; `itl` pools the gaps between tokens, `chunk_gap` those between deliveries, `largest_itl` takes the largest
 gap between tokens of each request. Of an open loop
 without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
-An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf.
+An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf, and so is a recovery
+that never came.
 """
 
 from __future__ import annotations
@@ -73,9 +74,14 @@ SUMMARY_SCHEMA: Final = pa.schema(
         ("mean_inflight", pa.float64()),  # over duration_s
         ("warmup_cut", pa.int64()),  # completed requests that MSER-5 cut; open loop without bursts, else null
         ("steady", pa.bool_()),  # MSER-5 found a steady part (pooled: in every repeat)
-        ("recovery_s", pa.float64()),  # median over bursts on background load, `steady_state.recoveries_s`
-        ("p99_ttft_after_start_ms", pa.float64()),  # closed loop, without the first request of every user
-        ("repeats_needed", pa.int64()),  # pooled rows: on each side, to compare p99 TTFT
+        ("n_recovery", pa.int64()),  # bursts on background load, of `steady_state.recoveries_s`
+        ("recovery_s", pa.float64()),  # their median; inf: most of them were never over
+        ("n_ttft_after_start", pa.int64()),  # closed loop, without the first request of every user
+        ("p99_ttft_after_start_ms", pa.float64()),
+        (
+            "repeats_needed",
+            pa.int64(),
+        ),  # pooled rows: on each side, to compare p99 TTFT; null where simulated
         *[
             field
             for metric in METRICS
@@ -119,7 +125,8 @@ def summarise(
     `facts` holds an entry for every (cell_id, repeat); a row's `valid` and `invalid_reasons` are those of
     `check_cell`. In a pooled row `p99_<m>_ms_lo/_hi` is a cluster bootstrap over repeats (seeded by `seed`)
     and `median_p99_<m>_ms` the median of the p99s of the repeats that measured any, with its
-    order-statistic interval: two different questions about the tail. Both are bounds at 95 %.
+    order-statistic interval: two different questions about the tail. Both are bounds at 95 %; those of the
+    bootstrap never lie above the largest value seen, and cover less than 95 % where repeats are few.
     Raises RunError when the cells of `requests` and of `facts` differ.
     """
     rows: list[dict[str, Any]] = []
@@ -181,13 +188,14 @@ def factor_text(factor: str, value: float) -> str:
     return f"{FACTOR_NAMES[factor]} {int(value) if value == int(value) else f'{value:g}'}"
 
 
-def _repeats_needed(p99s: Sequence[float]) -> int | None:
-    """How many repeats a question about this p99 needs: each side of a comparison with another such cell.
+def _repeats_needed(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """How many repeats a question about p99 TTFT needs: each side of a comparison with another such cell.
 
-    None where fewer than 2 repeats, or a p99 of 0, say nothing of how repeats differ.
+    None where fewer than 2 repeats, or a p99 of 0, say nothing of how repeats differ, and for a simulation: it is
+    compared exactly, request by request.
     """
-    measured = [p99 for p99 in p99s if not math.isnan(p99)]
-    if len(measured) < 2 or min(measured) <= 0:
+    measured = [row["p99_ttft_ms"] for row in rows if not math.isnan(row["p99_ttft_ms"])]
+    if rows[0]["target"] == "sim" or len(measured) < 2 or min(measured) <= 0:
         return None
     return max(fewest_repeats(0.95, paired=True), repeats_needed(measured, measured, paired=False))
 
@@ -253,7 +261,7 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         "duration_s": float(np.nansum([row["duration_s"] for row in rows])) or np.nan,
         "peak_inflight": max(row["peak_inflight"] for row in rows),
         **_steadiness(warm_ups),
-        "repeats_needed": _repeats_needed([row["p99_ttft_ms"] for row in rows]),
+        "repeats_needed": _repeats_needed(rows),
     }
     raw = _pooled_raw(
         np.concatenate([repeat.recoveries_s for repeat in repeats]),
@@ -288,10 +296,10 @@ def _steadiness(warm_ups: Sequence[WarmUp]) -> dict[str, Any]:
 
 
 def _pooled_raw(recoveries: NDArray[np.float64], after_start_s: NDArray[np.float64]) -> dict[str, float]:
-    """More than half of the bursts that were never over have no recovery time: null."""
-    recovery_s = percentile(recoveries, 50)
     return {
-        "recovery_s": recovery_s if math.isfinite(recovery_s) else np.nan,
+        "n_recovery": recoveries.size,
+        "recovery_s": percentile(recoveries, 50),
+        "n_ttft_after_start": after_start_s.size,
         "p99_ttft_after_start_ms": 1e3 * percentile(after_start_s, 99),
     }
 

@@ -11,6 +11,7 @@ from roseinfer.bench.client import Client
 from roseinfer.bench.environment import GcPause, GcPauses
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.rows import CellResult, factor_columns, request_row, step_row
+from roseinfer.bench.stats import percentile
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, RunError
@@ -41,7 +42,10 @@ class InProcessTarget:
                 inflight_at_start = manager.inflight
                 played = client.play()
         counts, t0 = manager.counts(), played.t0
-        factors = factor_columns(self.name, self._experiment.model_name, cell, workload)
+        is_one_text = self._experiment.options.prompt is not None
+        factors = factor_columns(
+            self.name, self._experiment.model_name, cell, workload, is_one_text=is_one_text
+        )
         # How many a closed loop offers until its duration ends is known to nobody else.
         open_ended = workload.scheduled_s is None and load.duration_s is not None
         return CellResult(
@@ -63,11 +67,14 @@ class InProcessTarget:
                 started_utc=played.started_utc,
                 max_concurrency=load.max_concurrency,
                 peak_outstanding=played.peak_outstanding,
+                ramp_s=load.ramp_s if load.is_closed else None,
+                ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
             ),
             notes={
                 "max_num_batched_tokens": manager.limits.max_num_batched_tokens,
                 "kv_cache_tokens": manager.kv_cache_tokens,
                 "gc": _gc_notes(gc_pauses.pauses, t0),
+                "refill_lag_s": _quantiles(played.refill_lags_s),
             },
         )
 
@@ -122,6 +129,12 @@ class _ThriftyEngine:
         return self._engine.make_executor(
             num_kv_blocks=num_kv_blocks, max_batch_size=max_batch_size, clock=clock
         )
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"p50": percentile(seconds, 50), "p99": percentile(seconds, 99), "max": max(seconds)}
 
 
 def _gc_notes(pauses: list[GcPause], t0: float) -> dict[str, Any]:

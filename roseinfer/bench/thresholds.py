@@ -87,7 +87,10 @@ def read_thresholds(path: Path) -> list[Rule]:
         raise InputError(f"{path.name}: {next(iter(content))}", None, "only [[rule]] tables can stand here")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise InputError("--thresholds", str(path), "holds no [[rule]]")
-    return [_rule(f"{path.name}: rule {number}", table) for number, table in enumerate(tables, 1)]
+    rules = [_rule(f"{path.name}: rule {number}", table) for number, table in enumerate(tables, 1)]
+    if all(rule.observe for rule in rules):
+        raise InputError("--thresholds", str(path), "every rule only observes: nothing would be judged")
+    return rules
 
 
 def _rule(name: str, table: Mapping[str, Any]) -> Rule:

@@ -48,6 +48,9 @@ STAGES: Final = (
 _INTEGRAL_RELATIVE: Final = 1e-6
 _INTEGRAL_S_PER_ATTEMPT: Final = 50e-6
 
+_TURNS_TO_FILL: Final = 2
+"""Requests a user that a closed loop must have sent, with all its users there, to be blamed for not being full."""
+
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
@@ -57,7 +60,8 @@ class CellFacts:
     highest count, the count when the first request was sent, and the integral over time in
     request-seconds. `limit` is None for no limit; `started_utc` is the cell's time zero in ISO 8601.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
-    `peak_outstanding` the most that it counted.
+    `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
+    `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
     """
 
     offered: int
@@ -68,6 +72,8 @@ class CellFacts:
     started_utc: str
     max_concurrency: int | None = None
     peak_outstanding: int | None = None
+    ramp_s: float | None = None
+    ran_out_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -129,14 +135,17 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     found = []
     if facts.limit is not None and facts.peak_inflight > facts.limit:
         found.append(f"{facts.peak_inflight} requests were in flight at once, the limit is {facts.limit}")
-    taken, freed = requests["reserved_s"].notna(), requests["released_s"].notna()
-    leaked = requests.loc[taken & ~freed, "request_index"]
-    if len(leaked):
-        found.append(f"{_count(len(leaked), 'slot')} taken and never released{_which(leaked)}")
-    unearned = requests.loc[freed & ~taken, "request_index"]
-    if len(unearned):
-        found.append(f"{_count(len(unearned), 'slot')} released and never taken{_which(unearned)}")
-    held_s = float((requests["released_s"] - requests["reserved_s"]).sum())
+    index, reserved_s, released_s = (
+        requests[name].to_numpy() for name in ("request_index", "reserved_s", "released_s")
+    )
+    taken, freed = ~np.isnan(reserved_s), ~np.isnan(released_s)
+    leaked = index[taken & ~freed]
+    if leaked.size:
+        found.append(f"{_count(leaked.size, 'slot')} taken and never released{_which(leaked)}")
+    unearned = index[freed & ~taken]
+    if unearned.size:
+        found.append(f"{_count(unearned.size, 'slot')} released and never taken{_which(unearned)}")
+    held_s = float(np.nansum(released_s - reserved_s))
     tolerance_s = _INTEGRAL_RELATIVE * facts.inflight_integral_s + _INTEGRAL_S_PER_ATTEMPT * int(taken.sum())
     # Written so that a NaN integral is a failure too.
     if not abs(facts.inflight_integral_s - held_s) <= tolerance_s:
@@ -154,38 +163,49 @@ def _stages(requests: pd.DataFrame) -> list[str]:
         name: requests[name].to_numpy(dtype=np.float64) for name in sorted({*chain.from_iterable(STAGES)})
     }
     for names in STAGES:
-        stamps = np.column_stack([measured[name] for name in names])
-        latest = np.fmax.accumulate(stamps, axis=1)
-        for place in range(1, len(names)):
-            early = np.flatnonzero(stamps[:, place] < latest[:, place - 1] - ROUNDING_S)
+        latest = measured[names[0]]
+        for place, name in enumerate(names[1:], start=1):
+            early = np.flatnonzero(measured[name] < latest - ROUNDING_S)
             if early.size:
-                before = names[int(np.nanargmax(stamps[early[0], :place]))]
+                before = max(
+                    names[:place], key=lambda other: np.nan_to_num(measured[other][early[0]], nan=-np.inf)
+                )
                 found.append(
-                    f"stages out of order: {names[place]} before {before}"
+                    f"stages out of order: {name} before {before}"
                     f" in {_count(early.size, 'request')}{_which(index[early])}"
                 )
+            latest = np.fmax(latest, measured[name])
     return list(dict.fromkeys(found))  # chains share stamps
 
 
 def _outstanding(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
-    """The client's own bound: never exceeded, and reached by a closed loop that could."""
+    """The client's own bound: never exceeded, and reached by a closed loop that could, which never lacked a request."""
     most, peak = facts.max_concurrency, facts.peak_outstanding
     if most is None or peak is None:
         return []
     if peak > most:
         return [f"{peak} requests were outstanding at once, the client's own limit is {most}"]
+    found = []
+    if facts.ran_out_s is not None:
+        found.append(
+            f"the closed loop had sent all its {facts.offered} requests at {facts.ran_out_s:.3g} s, before --duration"
+            " ended"
+        )
     # A refused user does not wait for an answer: with a limit below its users a loop cannot be full.
     is_free = not (requests["outcome"] == Outcome.REJECTED).any()
-    if (requests["arrival"] == CLOSED).any() and peak < min(most, facts.offered) and is_free:
-        return [
+    with_all_users = int((requests["sent_s"] >= (facts.ramp_s or 0.0)).sum())
+    is_long = with_all_users >= _TURNS_TO_FILL * most
+    if (requests["arrival"] == CLOSED).any() and peak < most and is_free and is_long:
+        found.append(
             f"at most {peak} requests were outstanding at once, a closed loop of {most} users was asked for"
-        ]
-    return []
+        )
+    return found
 
 
 def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) -> list[str]:
-    count = requests["outcome"].value_counts()
-    errors, incomplete = int(count.get(Outcome.ERROR, 0)), int(count.get(Outcome.INCOMPLETE, 0))
+    errors, incomplete = (
+        int((requests["outcome"] == outcome).sum()) for outcome in (Outcome.ERROR, Outcome.INCOMPLETE)
+    )
     if errors + incomplete <= max_error_share * facts.offered:
         return []
     counts = f"{errors} of {facts.offered} requests ended in error and {incomplete} stayed incomplete"

@@ -15,8 +15,12 @@ from roseinfer.bench.stats import Interval
 Row = tuple[list[str], str]
 """The cells of a line, and a remark that stands below it or in a last column."""
 
-_CHECK_COLUMNS: Final = ("verdict", "cell", "metric", "measured", "interval", "demanded", "n", "R")
-_COMPARE_COLUMNS: Final = ("answer", "cell", "metric", "A", "B", "B / A", "interval", "n", "R")
+_SHARES: Final = ("refused", "served")
+_CHECK_COLUMNS: Final = ("verdict", "cell", "metric", "measured", "interval", "demanded", "n", "R", *_SHARES)
+_COMPARE_COLUMNS: Final = ("answer", "cell", "metric", "A", "B", "B / A", "interval", "n", "R", *_SHARES)
+_SHARES_LEGEND: Final = (
+    "refused, served: shares of the offered requests; served within the goals, where the run has any"
+)
 
 
 def check_table(report: Report, unknown: int = 3) -> str:
@@ -52,7 +56,10 @@ def check_notes(report: Report, unknown: int) -> list[str]:
     """Those of the report, and how to read its table."""
     notes = list(report.notes)
     if report.judgements:
-        notes.append(f"{report.how}; intervals at {100 * report.level:.4g} %; R: repeats of each side")
+        of = "" if report.baseline is None else " of run / baseline"
+        notes.append(f"{report.how}{_level_text(report.level)}; R: repeats; n and R{of}")
+    if any(judgement.served for judgement in report.judgements):
+        notes.append(_SHARES_LEGEND)
     if report.exit_code() == 3 and unknown != 3:
         notes.append(f"UNKNOWN counts as {'a pass' if unknown == 0 else 'a failure'} here (--unknown)")
     return notes
@@ -79,20 +86,26 @@ def compare_json(found: Differences) -> dict[str, Any]:
 def compare_notes(found: Differences) -> list[str]:
     """Those of the comparison, and how to read its table."""
     within = f"[{ratio_text(1 / (1 + found.margin))}, {ratio_text(1 + found.margin)}]"
-    shown = (
-        f"A is {found.a}, B is {found.b}; ratios of per-repeat figures, {found.how}; intervals at"
-        f" {100 * found.level:.4g} %; R: repeats of each side"
-    )
-    distribution = (
-        f"{DISTRIBUTION}: the largest distance D between the two distribution functions over completed requests,"
-        " and p from giving whole repeats to the sides anew: requests of one burst are one draw"
-    )
-    return [
+    ratios = "" if math.isnan(found.level) else "ratios of per-repeat figures, "
+    notes = [
         *found.notes,
-        shown,
-        f"DIFFERENT: the interval excludes 1; SAME: it lies within {within}",
-        distribution,
+        f"A is {found.a}, B is {found.b}; {ratios}{found.how}{_level_text(found.level)}; R: repeats; n and R of A / B",
     ]
+    notes.append(
+        "DIFFERENT: the ratio is not 1; SAME: it is"
+        if math.isnan(found.level)
+        else f"DIFFERENT: the interval excludes 1; SAME: it lies within {within}"
+    )
+    if any(row.metric == DISTRIBUTION for row in found.rows):
+        notes.append(
+            f"{DISTRIBUTION}: the largest distance D between the two distribution functions over completed requests,"
+            " and p from giving whole repeats to the sides anew: requests of one burst are one draw"
+        )
+    return [*notes, _SHARES_LEGEND]
+
+
+def _level_text(level: float) -> str:
+    return "" if math.isnan(level) else f"; intervals at {100 * level:.4g} %"
 
 
 def interval_text(interval: Interval, text: Callable[[float], str]) -> str:
@@ -123,7 +136,9 @@ def _title(report: Report) -> str:
 def _judgement_row(judgement: Judgement) -> Row:
     figure = judgement.figure
     measured = bounds = ""
-    if figure is not None and judgement.is_ratio:
+    if judgement.growth is not None and judgement.p is not None:
+        measured, bounds = f"{100 * judgement.growth:+.1f} points", f"p {number_text(judgement.p)}"
+    elif figure is not None and judgement.is_ratio:
         measured, bounds = f"x{ratio_text(figure.point)}", interval_text(figure, ratio_text)
     elif figure is not None:
         measured, bounds = number_text(figure.point), interval_text(figure, number_text)
@@ -134,8 +149,10 @@ def _judgement_row(judgement: Judgement) -> Row:
         measured,
         bounds,
         judgement.demand,
-        "" if judgement.n is None else str(judgement.n),
+        _counts(judgement.n),
         _counts(judgement.repeats),
+        _per_cent(judgement.refused),
+        _per_cent(judgement.served),
     ]
     observed = "observed only, decides nothing" if judgement.observe else ""
     return cells, "; ".join(filter(None, [observed, judgement.remark]))
@@ -148,13 +165,21 @@ def _difference_row(row: Difference) -> Row:
     elif row.figure is not None:
         ratio, bounds = f"x{ratio_text(row.figure.point)}", interval_text(row.figure, ratio_text)
     values = ["" if math.isnan(value) else number_text(value) for value in (row.a, row.b)]
-    counts = [_counts(row.n), _counts(row.repeats)]
+    counts = [_counts(row.n), _counts(row.repeats), _per_cent(row.refused), _per_cent(row.served)]
     return [str(row.answer), row.cell, row.metric, *values, ratio, bounds, *counts], row.remark
 
 
 def _counts(counts: Sequence[int]) -> str:
-    """One number where they are the same."""
-    return str(counts[0]) if len(set(counts)) == 1 else " / ".join(map(str, counts))
+    return _joined([str(count) for count in counts])
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """One where they are all the same."""
+    return " / ".join(texts[:1] if len(set(texts)) == 1 else texts)
+
+
+def _per_cent(shares: Sequence[float]) -> str:
+    return _joined([f"{100 * share:.1f} %" for share in shares])
 
 
 def _aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from roseinfer.bench.arrivals import arrival_times
+from roseinfer.bench.arrivals import arrival_times, cuts_burst
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, vary
-from roseinfer.bench.load import CLOSED_LOOP_MOST
+from roseinfer.bench.load import CLOSED_LOOP_MOST, CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.prompts import PromptMaker, Prompts, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import prompt_seed
@@ -45,7 +45,8 @@ class Workload(NamedTuple):
 class WorkloadSource:
     """Draws the workloads of an experiment. Raises InputError for prompts that cannot be made, or never served.
 
-    Without a tokenizer there are lengths, but no prompts. `notes` are sentences on what was played and how.
+    Without a tokenizer there are lengths, but no prompts. `notes` are sentences on what was played and how; what
+    only drawing shows is in there after `table`.
     """
 
     notes: list[str]
@@ -82,6 +83,7 @@ class WorkloadSource:
             replay=self._replay,
         )
         self.notes = [] if experiment.trace is None else experiment.trace.told(experiment.load)
+        self.notes += _told_of_refused_users(experiment)
 
     def draw(self, cell: Cell, repeat: int) -> Workload:
         """The requests of a cell's shape in one repeat, or of a warm-up: WARM_UP and more."""
@@ -99,12 +101,17 @@ class WorkloadSource:
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
         shapes = dict.fromkeys(cell.shape for cell in self._experiment.cells)
-        rows = [
-            self._rows(shape, repeat)
+        drawn = [
+            (shape, self._rows(shape, repeat))
             for repeat in range(self._experiment.options.repeats)
             for shape in shapes
         ]
-        return pd.concat(rows, ignore_index=True)
+        load = self._experiment.load
+        cut = sum(cuts_burst(load, shape, rows["scheduled_s"].to_numpy()) for shape, rows in drawn)
+        if cut:
+            note = f"--num-requests {load.num_requests} cuts the last burst short in {cut} of {len(drawn)} schedules."
+            self.notes = [*self.notes, note]
+        return pd.concat([rows for _, rows in drawn], ignore_index=True)
 
     def _requests(self, shape: Cell, repeat: int) -> Requests:
         load, seed = self._experiment.load, self._experiment.options.seed
@@ -180,6 +187,22 @@ class WorkloadSource:
                 "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
             }
         )
+
+
+def _told_of_refused_users(experiment: Experiment) -> list[str]:
+    load, limits = experiment.load, [cell.max_inflight for cell in experiment.cells]
+    if not load.is_closed:
+        return []
+    assert load.max_concurrency is not None
+    users = load.max_concurrency
+    if all(limit is None or limit >= users for limit in limits):
+        return []
+    pause_ms = 1e3 * CLOSED_LOOP_REFUSED_PAUSE_S
+    note = (
+        f"a limit below the {users} users of the closed loop refuses some of them: each tries again, with its next"
+        f" request, {pause_ms:g} ms later, so the number of refusals says how often they asked."
+    )
+    return [note]
 
 
 def workload_sha256(table: pd.DataFrame) -> str:

@@ -17,7 +17,7 @@ from roseinfer.executor import StepPlan, StepRecord, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
-from roseinfer.sim.client import ClientRules, Permits, user_starts_s
+from roseinfer.sim.client import ClientRules, Outbox
 
 USER, ARRIVE, TOKENIZED, STEP_END, DEADLINE = range(5)
 """Kinds of events. At equal times they are handled in this order, those of one kind in order of their requests, and a
@@ -107,25 +107,25 @@ class _Simulation:
             eos_token_ids=frozenset(),
             unread_timeout_s=float("inf"),
         )
-        self.permits = Permits(client, len(arrivals))
-        self.timeout_s = client.timeout_s
+        self.client = client
+        self.outbox = Outbox(client, len(arrivals))
         self.sent: list[Sent | None] = [None] * len(arrivals)
         self.timed_out: set[int] = set()
         self.open: dict[int, Request] = {}  # what the client still reads, by index
         self.steps: list[StepRecord] = []
         self.is_running = False  # the last of `steps` has not ended
-        if client.is_closed:
-            self.heap = [(0.0, USER, 0), *((start_s, USER, 1) for start_s in user_starts_s(client))]
+        if client.user_starts_s is not None:
+            self.heap = [(start_s, USER, user) for user, start_s in enumerate(client.user_starts_s)]
         else:
             self.heap = [(arrival.time_s, ARRIVE, index) for index, arrival in enumerate(arrivals)]
         heapq.heapify(self.heap)
 
     def run(self) -> SimRun:
-        heap, core, permits = self.heap, self.core, self.permits
+        heap, core = self.heap, self.core
         while heap:
             now, kind, index = heapq.heappop(heap)
             if kind == ARRIVE:
-                permits.held.append(index)
+                self.outbox.held.append(index)
                 self._send(now)
             elif kind == STEP_END:
                 self.is_running = False
@@ -136,27 +136,32 @@ class _Simulation:
             elif kind == DEADLINE:
                 self._give_up(index, now)
             else:
-                if index > 0:  # the first user is there from the beginning
-                    permits.add_user()
+                self.outbox.add_user()
                 self._send(now)
             if not self.is_running and not (heap and heap[0][0] == now):
                 self._start_step(now)
-        return SimRun(self.sent, self.timed_out, permits.peak, core.admission, self.steps)
+        return SimRun(self.sent, self.timed_out, self.outbox.peak, core.admission, self.steps)
 
     # ---- the client's side ----
 
     def _send(self, now: float) -> None:
-        """Sends whatever may be sent now. A refused request ends at once, and so lets the next go."""
-        while (index := self.permits.take(now)) is not None:
+        """Sends whatever may be sent now. A refused request ends at once, and so lets the next of a schedule go.
+
+        The user of a closed loop who is refused is gone for a while.
+        """
+        while (index := self.outbox.take(now)) is not None:
             waiting = self.core.admission.not_started
             fate = self._submit(index, now)
             self.sent[index] = Sent(now, waiting, fate)
             if not isinstance(fate, Request):
-                self.permits.ended()
+                self.outbox.ended()
+                if self.client.is_closed:
+                    self.outbox.remove_user()
+                    heapq.heappush(self.heap, (now + self.client.refused_pause_s, USER, index))
                 continue
             self.open[index] = fate
-            if self.timeout_s is not None:
-                heapq.heappush(self.heap, (now + self.timeout_s, DEADLINE, index))
+            if self.client.timeout_s is not None:
+                heapq.heappush(self.heap, (now + self.client.timeout_s, DEADLINE, index))
 
     def _read(self, events: list[TokenEvent], now: float) -> None:
         """Takes what a step brought; whoever has ended gives its slot and its permit back."""
@@ -165,14 +170,14 @@ class _Simulation:
                 request = self.open.pop(event.request_id, None)
                 if request is not None:  # else the client gave it up
                     self.core.acknowledge(request, event.time_s)
-                    self.permits.ended()
-        if self.permits.held:
+                    self.outbox.ended()
+        if self.outbox.held:
             self._send(now)
 
     def _give_up(self, index: int, now: float) -> None:
         if self.open.pop(index, None) is not None:
             self.timed_out.add(index)
-            self.permits.ended()
+            self.outbox.ended()
             self._read(self.core.abort(index, now), now)
 
     # ---- the engine's side ----

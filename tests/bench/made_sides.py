@@ -37,13 +37,14 @@ def side(
     requests: pd.DataFrame | None = None,
     invalid: str | None = None,
     finished: int = 1,
+    done: bool = True,
     **manifest: Any,
 ) -> Side:
     """`cells` maps a limit (NO_LIMIT: none) to its figures; what is not given is that of a healthy cell."""
     folder = SimpleNamespace(
         run_id=name,
-        manifest={"seed": 0, "environment": ENVIRONMENT, **manifest},
-        is_done=True,
+        manifest={"seed": 0, "environment": ENVIRONMENT, "configuration": {"repeats": 8}, **manifest},
+        is_done=done,
         finished_cells=lambda: set(range(finished)),
     )
     made = Side(folder)  # type: ignore[arg-type]
@@ -66,7 +67,12 @@ def measured_side(requests: pd.DataFrame, *, name: str = "run", **manifest: Any)
 
 
 def stored_run(
-    output_dir: Path, run_id: str, service_s: Sequence[float] = (0.01,) * 6, **manifest: Any
+    output_dir: Path,
+    run_id: str,
+    service_s: Sequence[float] = (0.01,) * 6,
+    *,
+    done: bool = True,
+    **manifest: Any,
 ) -> RunFolder:
     """A run on disk: a burst of 8 in each repeat, at a server that takes so long for one request."""
     run = RunFolder.create(output_dir, "gate", run_id, {**MANIFEST, **manifest})
@@ -74,6 +80,8 @@ def stored_run(
         rows = measured(repeat=repeat, service_s=seconds)
         cell = str(rows["cell_id"].iloc[0])
         run.write_cell(cell, repeat, rows, pd.DataFrame(), facts_of(rows).to_json())
+    if done:
+        run.mark_done()
     return run
 
 

@@ -151,7 +151,7 @@ def test_interrupted_in_its_first_block_it_says_so(tmp_path: Path, measurer: Mea
 def test_sides_of_other_cells_are_refused(tmp_path: Path, measurer: Measurer) -> None:
     measurer.cells["b"] = ["limit=64: 8 requests, 1 repeats"]
     with pytest.raises(
-        InputError, match="the sides need the same cells; a has limit=None,prompt=32, b has limit=64"
+        InputError, match=r"sweep both values instead.*a has limit=None,prompt=32, b has limit=64"
     ):
         blocked(tmp_path).check()
 
@@ -179,7 +179,7 @@ def test_the_folder_named_wins_over_the_installed_package(
 
 def test_what_a_process_refuses_is_bad_input_of_its_side(tmp_path: Path) -> None:
     variant = blocked(tmp_path).variants[0]
-    with pytest.raises(InputError, match="--a 'a': no such flag"):
+    with pytest.raises(InputError, match=r"flags of sweep.*: side a refuses them: no such flag"):
         ab._python(variant, "import sys; sys.exit(sys.stderr.write('roseinfer-bench: no such flag') and 2)")
     with pytest.raises(RunError, match="side a ended with code 1: out of memory"):
         ab._python(variant, "import sys; sys.exit(sys.stderr.write('out of memory') and 1)")

@@ -9,8 +9,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from roseinfer.bench.arrivals import arrival_times
-from roseinfer.bench.seeds import BLOCK_ROWS
+from roseinfer.bench import arrivals
+from roseinfer.bench.arrivals import arrival_times, cuts_burst
+from roseinfer.bench.seeds import BLOCK_ROWS, block_rngs
+from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
 
 
@@ -80,8 +82,56 @@ def test_a_longer_run_begins_as_a_shorter_one() -> None:
 
 def test_blocks_do_not_repeat_each_other() -> None:
     gaps = np.diff(poisson(2 * BLOCK_ROWS))
-    assert len(np.unique(gaps)) == len(gaps)
+    assert len(np.unique(gaps)) > 0.999 * len(gaps)
     assert (gaps > 0).all()
+
+
+def test_gaps_do_not_rest_on_the_last_bits_of_a_machines_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AnotherMachine:
+        """Draws as ours does, but for the last bits."""
+
+        def __init__(self, rng: np.random.Generator) -> None:
+            self.rng = rng
+
+        def standard_exponential(self, n: int) -> NDArray[np.float64]:
+            return np.nextafter(self.rng.standard_exponential(n), 1e9)
+
+    here = poisson(5000, ramp=2.0)
+    monkeypatch.setattr(arrivals, "block_rngs", lambda *key: map(AnotherMachine, block_rngs(*key)))
+    assert poisson(5000, ramp=2.0).tolist() == here.tolist()
+
+
+def test_gaps_however_clumped_leave_no_two_requests_at_one_time() -> None:
+    due_s = times(request_rate="8", burstiness=0.01, num_requests=20_000)
+    assert (np.diff(due_s) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"num_requests": 20, "burst_interval": 1.95},
+        {"num_requests": 15, "duration": 3.0, "burst_interval": 1.45},
+    ],
+)
+def test_bursts_that_never_come_are_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(
+        InputError, match=f"has no burst within the {flags['num_requests']} requests"
+    ) as caught:
+        times(arrival="constant", request_rate="10", burst_size="5", **flags)
+    assert caught.value.name == "--burst-interval"
+
+
+@pytest.mark.parametrize(("n", "is_cut"), [(16, True), (19, True), (20, False), (21, False)])
+def test_a_burst_that_the_number_of_requests_cuts_is_seen(n: int, is_cut: bool) -> None:
+    flags: dict[str, Any] = {
+        "arrival": "constant",
+        "request_rate": "10",
+        "burst_size": "5",
+        "burst_interval": 1.45,
+    }
+    made = experiment(num_requests=n, **flags)
+    due_s = arrival_times(made.load, made.cells[0], seed=0, repeat=0)
+    assert cuts_burst(made.load, made.cells[0], due_s) == is_cut
 
 
 def test_rates_of_a_sweep_get_the_same_draws() -> None:

@@ -13,6 +13,7 @@ from roseinfer.bench.check import Report, check
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.sides import Side
 from roseinfer.bench.thresholds import DEFAULT_RULES, Rule
+from roseinfer.bench.verdicts import check_notes, check_table
 from roseinfer.errors import InputError
 from tests.bench.made_sides import ENVIRONMENT, NO_LIMIT, around, measured_side, side
 from tests.bench.rows import measured
@@ -165,6 +166,69 @@ def test_more_refusals_fail_before_latencies_are_compared() -> None:  # case D3
     assert verdicts(report) == [("limit 64", "reject_rate", "FAIL")]
 
 
+@pytest.mark.parametrize(
+    ("metric", "bad", "verdict"),
+    [
+        ("error_rate", 4, "UNKNOWN"),
+        ("error_rate", 6, "FAIL"),
+        ("reject_rate", 4, "UNKNOWN"),
+        ("reject_rate", 6, "FAIL"),
+    ],
+)
+@pytest.mark.parametrize("blocks", [None, "x"])
+def test_what_goes_wrong_in_a_minority_of_repeats_is_seen(
+    metric: str, bad: int, verdict: str, blocks: str | None
+) -> None:  # case G9
+    # All bad repeats in the run: C(10, bad) / C(20, bad) unpaired, 2^-bad in pairs; the level leaves 2.5 %.
+    figures: dict[str, Any] = {metric: [0.4] * bad + [0.0] * (10 - bad)}
+    run, baseline = (
+        side(
+            {
+                64: cell(**figures),
+            },
+            blocks=blocks,
+        ),
+        side({64: cell()}, name="base", blocks=blocks),
+    )
+    (found, *_) = check(run, baseline, [P99]).judgements
+    assert (found.metric, str(found.verdict)) == (metric, verdict)
+    assert found.growth == pytest.approx(0.04 * bad)
+    assert found.p is not None
+    assert (found.p <= 0.025) is (verdict == "FAIL")
+    assert (found.collect is not None) is (verdict == "UNKNOWN")
+    assert ("collect" in found.remark) is (verdict == "UNKNOWN")
+
+
+def test_a_level_beyond_the_usual_draws_can_still_be_shown() -> None:  # case G11
+    rates = [0.0] * 20 + [0.4] * 20
+    run, baseline = side({64: cell(n=40, reject_rate=rates)}), base(64, n=40)
+    (found, *_) = check(run, baseline, [P99] * 200).judgements
+    assert (found.metric, found.verdict) == ("reject_rate", Verdict.FAIL)
+
+
+def test_outcomes_are_shown_with_their_growth_and_its_p() -> None:
+    figures: dict[str, Any] = {"reject_rate": [0.4] * 6 + [0.0] * 4, "n_ttft": 128}
+    table = check_table(check(side({64: cell(**figures)}), base(64), [P99]))
+    line = table.splitlines()[2]
+    assert "reject_rate  +24.0 points  p 0.00" in line
+    assert "went from 0.0 % to 24.0 %" in table
+
+
+def test_the_table_has_the_refused_and_the_served_of_both_sides() -> None:  # case D3
+    run = side({64: cell(reject_rate=0.005, completed=127)})
+    table = check_table(check(run, base(64), [P99]))
+    assert table.splitlines()[2].endswith("10  0.5 % / 0.0 %  99.2 % / 100.0 %")
+    assert "shares of the offered requests" in table
+
+
+def test_one_repeat_has_too_few_for_refusals_and_enough_for_errors() -> None:
+    for metric, verdict in (("reject_rate", "UNKNOWN"), ("error_rate", "FAIL")):
+        figures: dict[str, Any] = {metric: [0.4]}
+        run = side({64: cell(n=1, **figures)})
+        found = check(run, base(64, n=1), [P99]).judgements[0]
+        assert (found.metric, str(found.verdict)) == (metric, verdict)
+
+
 def test_refusals_that_may_be_chance_are_unknown() -> None:
     run = side({64: cell(reject_rate=[0.1, 0.6] * 5)})
     report = check(run, base(64, reject_rate=[0.55, 0.08] * 5), [P99])
@@ -261,6 +325,21 @@ def test_shared_blocks_are_compared_in_pairs() -> None:
     assert paired.how == "compared in pairs, block by block"
 
 
+@pytest.mark.parametrize("which", ["run", "base"])
+def test_an_unfinished_run_cannot_pass(which: str) -> None:
+    run, baseline = (
+        side({NO_LIMIT: cell()}, name=name, done=name != which, finished=2) for name in ("run", "base")
+    )
+    report = check(run, baseline, [P99])
+    assert verdicts(report) == [("all", "run", "UNKNOWN"), ("no limit", "p99_ttft_ms", "PASS")]
+    assert report.judgements[0].remark == f"{which} is not finished: 2 of 8 cells and repeats are"
+    assert report.exit_code() == 3
+
+
+def test_an_unfinished_run_can_fail() -> None:
+    assert check(side({NO_LIMIT: cell(900.0)}, done=False), base(), [P99]).exit_code() == 1
+
+
 def test_an_unfinished_block_is_left_out() -> None:
     run = side({NO_LIMIT: {"p99_ttft_ms": around(100, 0.01, 8)}}, blocks="x")
     baseline = side({NO_LIMIT: {"p99_ttft_ms": around(100, 0.01, 9)}}, blocks="x", name="base")
@@ -309,6 +388,19 @@ def test_simulated_rows_that_differ_are_counted_though_the_figures_agree() -> No
 def test_simulated_runs_of_other_requests_are_refused() -> None:
     with pytest.raises(InputError, match="simulated another workload"):
         check(simulated(sha="v"), simulated(), [P99])
+
+
+def test_simulated_runs_of_other_repeats_are_refused() -> None:
+    longer, shorter = simulated(), simulated()
+    shorter.summary = shorter.summary[shorter.summary["repeat"] != 1]
+    with pytest.raises(InputError, match=r"other repeats in .*, 1 against 2"):
+        check(longer, shorter, [P99])
+
+
+def test_a_simulated_check_has_no_level() -> None:
+    report = check(simulated(), simulated(), [P99])
+    assert math.isnan(report.level)
+    assert "interval" not in "\n".join(check_notes(report, 3))
 
 
 def test_simulated_and_measured_do_not_mix() -> None:

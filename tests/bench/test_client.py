@@ -12,17 +12,19 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench import client
-from roseinfer.bench.client import Permits, user_starts_s
+from roseinfer.bench.client import Permits
+from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.records import REQUEST_SCHEMA, derive
 from roseinfer.bench.rows import CellResult
 from roseinfer.bench.store import _table
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
+from roseinfer.errors import InvariantError
 from roseinfer.executor import StepPlan
 from roseinfer.manager import Prompt, SchedulerManager
-from roseinfer.request import TokenEvent
-from roseinfer.stream import Mailbox, RequestStream
+from roseinfer.request import SamplingParams, TokenEvent
+from roseinfer.stream import Collector, Mailbox, RequestStream
 from tests.bench.experiments import experiment, workload
 from tests.manager_driver import run_in_thread
 from tests.scripted import FakeClock, ScriptedEngine, StepGate
@@ -263,37 +265,77 @@ def test_a_closed_loop_is_refilled_per_completion() -> None:
     assert (rows["sent_s"].to_numpy()[1:] >= rows["ended_s"].to_numpy()[:-1]).all()
 
 
-def test_the_next_prompts_of_a_closed_loop_are_made_before_they_are_waited_for(
+def test_prompts_of_a_closed_loop_that_is_counted_are_made_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
     log_sends(monkeypatch, log)
     load = closed(5)._replace(prompts=MadeWhenAsked(5, log))
     played(ScriptedEngine(), load, max_concurrency=2, num_requests=5)
-    assert log == [
-        *("made 0", "made 1"),
-        "sent",
-        "made 2",
-        "sent",
-        "made 3",
-        "sent",
-        "made 4",
-        "sent",
-        "sent",
-    ]
+    assert log == ["made 0", "made 1", "made 2", "made 3", "made 4", *["sent"] * 5]
 
 
-def test_a_refused_user_sends_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_closed_loop_that_a_duration_ends_are_made_while_no_user_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fifth_made = threading.Event()
+
+    class Log(list[str]):
+        def append(self, entry: str) -> None:
+            super().append(entry)
+            if entry == "made 4":
+                fifth_made.set()
+
+    log = Log()
+    log_sends(monkeypatch, log)
+    load = closed(6)._replace(prompts=MadeWhenAsked(6, log))
+    engine = ScriptedEngine(lambda plan: assert_set(fifth_made))  # so it is made while the only user waits
+    result = played(engine, load, max_concurrency=1, duration=9.0)
+    assert log[:6] == ["made 0", "made 1", "made 2", "made 3", "sent", "made 4"]
+    assert len(result.requests) == 6
+
+
+def test_how_long_users_waited_for_their_client_is_recorded() -> None:
+    result = played(ScriptedEngine(), closed(3), max_concurrency=1, num_requests=3)
+    rows = result.requests
+    lags_s = (rows["sent_s"].to_numpy() - [0.0, *rows["ended_s"].to_numpy()[:-1]]).tolist()
+    assert result.notes["refill_lag_s"]["max"] == pytest.approx(max(lags_s), abs=1e-9)
+    assert result.notes["refill_lag_s"]["p50"] == pytest.approx(sorted(lags_s)[1], abs=1e-9)
+    assert played(ScriptedEngine(), workload([HELLO]), num_requests=1).notes["refill_lag_s"] is None
+
+
+def test_a_closed_loop_that_runs_out_of_requests_is_invalid() -> None:
+    result = played(ScriptedEngine(), closed(5), max_concurrency=1, duration=60.0)
+    (fault,) = check_cell(derive(result.requests), result.facts)
+    assert fault.startswith("the closed loop had sent all its 5 requests at 0")
+    counted = played(ScriptedEngine(), closed(5), max_concurrency=1, num_requests=5, duration=60.0)
+    assert check_cell(derive(counted.requests), counted.facts) == []
+
+
+def test_a_closed_loop_sends_one_request_however_short_it_is() -> None:
+    result = played(ScriptedEngine(), closed(5), max_concurrency=2, duration=1e-6)
+    assert result.requests["outcome"].tolist() == ["completed"]
+
+
+def test_a_refused_user_sends_the_next_request_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CLOSED_LOOP_REFUSED_PAUSE_S", CLOSED_LOOP_REFUSED_PAUSE_S / 5)
     all_sent = after_calls(monkeypatch, SchedulerManager, "submit", 6)
     engine = ScriptedEngine(lambda plan: assert_set(all_sent))
     result = played(engine, closed(6), max_concurrency=3, num_requests=6, max_inflight="2")
-    assert result.requests["outcome"].tolist() == ["completed"] * 2 + ["rejected"] * 4
-    assert check_cell(derive(result.requests), result.facts) == []
+    rows = result.requests
+    assert rows["outcome"].tolist() == ["completed"] * 2 + ["rejected"] * 4
+    assert check_cell(derive(rows), result.facts) == []
+    pauses_s = rows["sent_s"].to_numpy()[3:] - rows["ended_s"].to_numpy()[2:-1]
+    assert (pauses_s >= CLOSED_LOOP_REFUSED_PAUSE_S / 5 - 1e-9).all()
 
 
-def test_users_of_a_ramp_start_one_after_another() -> None:
-    assert user_starts_s(4, 8.0) == [0.0, 4.0, 6.0, 8.0]
-    assert user_starts_s(3, 0.0) == [0.0, 0.0, 0.0]
+def test_a_refusal_under_a_cap_costs_a_schedule_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CLOSED_LOOP_REFUSED_PAUSE_S", 3600.0)
+    all_sent = after_calls(monkeypatch, SchedulerManager, "submit", 6)
+    engine = ScriptedEngine(lambda plan: assert_set(all_sent))
+    flags = {"num_requests": 6, "burst_size": "6", "max_concurrency": 3, "max_inflight": "2"}
+    rows = played(engine, workload([HELLO] * 6), **flags).requests
+    assert rows["outcome"].tolist() == ["completed"] * 2 + ["rejected"] * 4
 
 
 def test_a_ramp_lets_each_user_in_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,15 +345,22 @@ def test_a_ramp_lets_each_user_in_at_its_time(monkeypatch: pytest.MonkeyPatch) -
     assert (rows["sent_s"].to_numpy() >= np.array([0.0, 0.01, 0.015, 0.02]) - 1e-9).all()
 
 
-def test_a_closed_loop_sends_nothing_after_its_duration() -> None:
-    result = played(
-        ScriptedEngine(lambda plan: time.sleep(0.001)), closed(500), max_concurrency=2, duration=0.02
-    )
-    rows = result.requests
-    assert 0 < len(rows) < 500
-    assert (rows["sent_s"] < 0.02).all()
-    assert result.facts.offered == len(rows)
-    assert (rows["outcome"] == "completed").all()  # what was outstanding was waited for
+def test_a_closed_loop_sends_nothing_after_its_duration(
+    now: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = SchedulerManager.submit
+
+    def a_second_long(self: SchedulerManager, *args: Any, **kwargs: Any) -> RequestStream:
+        now.now += 1.0
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(SchedulerManager, "submit", a_second_long)
+    monkeypatch.setattr(client, "LEAD_S", 0.0)
+    monkeypatch.setattr(time, "perf_counter", now)
+    result = played(ScriptedEngine(), closed(50), max_concurrency=2, duration=3.0)
+    assert result.requests["sent_s"].tolist() == [0.0, 1.0, 2.0]
+    assert result.facts.offered == 3
+    assert (result.requests["outcome"] == "completed").all()  # what was outstanding was waited for
 
 
 # --- deadlines
@@ -407,9 +456,89 @@ def test_permits_say_when_they_came(now: FakeClock) -> None:
 def test_no_permit_comes_once_the_time_is_over(now: FakeClock) -> None:
     permits = Permits()
     permits.hand_out([0.0, 6.0])
-    now.now = 5.0
+    now.now = 4.9
     assert permits.take(5.0) == 0.0
-    assert permits.take(5.0) is None
+    permits.give_back(4.9)
+    now.now = 5.0
+    assert permits.take(5.0) is None  # though it came free before
     now.now = 7.0
     assert permits.take(5.0) is None
     assert permits.peak_outstanding == 1
+
+
+def test_permits_that_are_closed_make_nobody_wait(now: FakeClock) -> None:
+    permits = Permits()
+    permits.close()
+    assert permits.take(float("inf")) is None
+
+
+# --- what dies
+
+
+class Death(BaseException):
+    """Not for the manager to survive."""
+
+
+@pytest.mark.parametrize("kind", ["burst", "cap", "closed", "timeout"])
+def test_an_engine_that_dies_inside_a_submission_leaves_rows_of_all(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    dies, taken, calls = threading.Event(), threading.Event(), iter(range(100))
+    opened, take = Collector.open, Mailbox.take
+
+    def dies_at_the_fourth(self: Collector, request_id: int, box: Mailbox) -> None:
+        opened(self, request_id, box)
+        if next(calls) == 3:
+            dies.set()
+            assert_set(taken)
+
+    def noted(self: Mailbox, timeout_s: float | None = None) -> list[TokenEvent]:
+        events = take(self, timeout_s)
+        if events:
+            taken.set()
+        return events
+
+    def death(plan: StepPlan) -> None:
+        assert_set(dies)
+        raise Death
+
+    monkeypatch.setattr(Collector, "open", dies_at_the_fourth)
+    monkeypatch.setattr(Mailbox, "take", noted)
+    load = closed(6) if kind == "closed" else workload([HELLO] * 6)
+    flags: dict[str, Any] = {
+        "burst": {},
+        "cap": {"burst_size": "6", "max_concurrency": 6},
+        "closed": {"max_concurrency": 6},
+        "timeout": {"timeout": 60.0},
+    }[kind]
+    result = played(ScriptedEngine(death), load, num_requests=6, **flags)
+    assert result.requests["outcome"].tolist() == ["error"] * 6
+    assert result.requests["reserved_s"].notna().tolist() == [True] * 3 + [False] * 3
+    assert result.facts.peak_outstanding in (None, 4, 5, 6)
+
+
+@pytest.mark.parametrize("flags", [{}, {"burst_size": "6", "max_concurrency": 2}])
+def test_what_the_consumer_dies_of_is_raised(monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]) -> None:
+    def acknowledge(self: SchedulerManager, request_id: int) -> None:
+        raise InvariantError("scripted")
+
+    monkeypatch.setattr(SchedulerManager, "acknowledge", acknowledge)
+    with pytest.raises(InvariantError, match="scripted"):
+        played(ScriptedEngine(), workload([HELLO] * 6), num_requests=6, **flags)
+
+
+@pytest.mark.parametrize(("read_s", "gave_up_s"), [(5.0, {}), (5.1, {0: 5.1})])
+def test_what_is_read_after_its_deadline_came_too_late(
+    now: FakeClock, read_s: float, gave_up_s: dict[int, float]
+) -> None:
+    manager = SchedulerManager(ScriptedEngine(), start=False)
+    consumer = client._Consumer(manager, 5.0, None)
+    stream = manager.submit(HELLO, SamplingParams(1), mailbox=consumer.mailbox)
+    consumer.expect(stream.request_id, 0.0)
+    while manager.step():
+        pass
+    now.now = read_s
+    consumer.start()
+    consumer.finish(1)
+    manager.close()
+    assert consumer.gave_up_s == gave_up_s

@@ -253,7 +253,9 @@ def test_after_ctrl_c_the_finished_cells_are_whole_and_the_sweep_goes_on(
 
     with fresh_process("sweep", "--resume", str(path), "--model", str(model)) as process:
         _, told = process.communicate()
-    assert process.returncode in (0, 4), told  # a loaded machine may send the bursts too slowly: measured, but invalid
+    assert process.returncode in (0, 4), (
+        told
+    )  # a loaded machine may send the bursts too slowly: measured, but invalid
     after = RunFolder.open(path).read_requests()
     assert len(after) == 12 * 12
     pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)

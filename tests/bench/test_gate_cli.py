@@ -94,9 +94,11 @@ def test_the_table_names_verdict_ratio_interval_and_repeats(ask: Ask) -> None:
     lines = ask(
         "check", "gate/slower", "--baseline", "gate/base", "--thresholds", "p99.toml"
     ).out.splitlines()
-    assert lines[0].split() == ["verdict", "cell", "metric", "measured", "interval", "demanded", "n", "R"]
+    columns = "verdict cell metric measured interval demanded n R refused served"
+    assert lines[0].split() == columns.split()
     assert lines[2].startswith("FAIL     no limit  p99_ttft_ms  x1.4")
-    assert lines[2].endswith("at most x1.1  48  6")
+    assert lines[2].endswith("at most x1.1  48  6  0.0 %    100.0 %")
+    assert lines[3].strip() == "p99 is the max of 8 in a repeat"
     assert lines[-1] == "FAIL: slower against base"
 
 
@@ -105,7 +107,7 @@ def test_unknown_says_what_to_collect_and_that_it_passes(ask: Ask) -> None:  # c
     out = ask(
         "check", "gate/few", "--baseline", "gate/base", "--thresholds", "p99.toml", "--unknown", "pass"
     ).out
-    assert "2 repeats cannot carry a level of 95 %, 4 would; collect 2 more repeats" in out
+    assert "2 against 6 repeats cannot carry a level of 95 %, 4 each would; collect 2 more repeats" in out
     assert "Note: UNKNOWN counts as a pass here (--unknown)" in out
 
 
@@ -148,10 +150,31 @@ def test_compare_draws_where_ttft_moved(ask: Ask, runs: Path) -> None:
     }
 
 
-@pytest.mark.usefixtures("runs")
-def test_an_unfinished_run_is_said_to_be_so(ask: Ask) -> None:
-    out = ask("check", "gate/same", "--baseline", "gate/base").out
-    assert "Note: same is not finished: 6 cells and repeats are" in out
+def test_an_unfinished_run_is_said_to_be_so(ask: Ask, runs: Path) -> None:
+    stored_run(runs, "begun", STEADY, done=False, configuration={"max-error-share": 0.01, "repeats": 20})
+    answer = ask("check", "gate/begun", "--baseline", "gate/base")
+    assert answer.code == 3
+    assert "begun is not finished: 6 of 20 cells and repeats are" in answer.out
+
+
+def test_rules_of_which_none_decides_are_refused(ask: Ask, runs: Path) -> None:  # case G10
+    (runs / "watch.toml").write_text('[[rule]]\nmetric = "p99_ttft_ms"\nmax_ratio = 1.1\nobserve = true\n')
+    answer = ask("check", "gate/same", "--baseline", "gate/base", "--thresholds", "watch.toml")
+    assert (answer.code, "only observes" in answer.complaint) == (2, True)
+
+
+def test_the_deterministic_gate_sees_seven_percent_more_prefill(ask: Ask, tmp_path: Path) -> None:
+    experiments = Path(__file__).parents[2] / "experiments"
+    costs = json.loads((experiments / "gpt2_cpu.cost.json").read_text())
+    for name, factor in (("base", 1.0), ("head", 1.07)):
+        slower = {**costs, "prefill_token_s": factor * costs["prefill_token_s"]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(slower))
+        words = f"sweep --target sim --cost-model {name}.json --max-inflight 16 --burst-size 24 --repeats 1".split()
+        assert ask(*words, "--run-id", name, "--quiet").code == 0
+    rules = ["--thresholds", str(experiments / "deterministic.toml")]
+    judge = ["check", "results/sweep/head", "--baseline", "results/sweep/base"]
+    assert ask(*judge, *rules).code == 1
+    assert ask(*judge).code == 0  # x1.10: for figures with noise
 
 
 def test_an_interrupted_comparison_says_what_is_on_disk(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,10 @@ def test_lognormal_lengths_have_the_median_and_spread_asked_for() -> None:
     assert abs(stats.skew(np.log(tokens))) < 0.1
 
 
+def test_lognormal_lengths_are_at_least_one_token() -> None:
+    assert drawn("lognormal:1", typical=1).min() == 1
+
+
 def test_a_wild_lognormal_stays_a_whole_number() -> None:
     assert drawn("lognormal:5", typical=2**31 - 1).max() == 2**31 - 1
 

@@ -45,6 +45,11 @@ def test_flags_say_how_requests_arrive(flags: dict[str, Any], arrival: str) -> N
     assert made.load.is_closed == (arrival == CLOSED)
 
 
+def test_users_of_a_ramp_start_one_after_another() -> None:
+    assert sent(max_concurrency=4, ramp=8.0).load.user_starts_s == (0.0, 4.0, 6.0, 8.0)
+    assert sent(max_concurrency=3).load.user_starts_s == (0.0, 0.0, 0.0)
+
+
 def test_rates_are_swept_and_may_be_below_one() -> None:  # case H1
     made = sent(request_rate="0.3,1,2.5", max_inflight="0,4")
     assert [cell.request_rate for cell in made.cells] == [0.3, 1.0, 2.5] * 2
@@ -175,6 +180,11 @@ def test_how_many_are_offered_is_said_where_the_flags_say_it(
         ({"request_rate": "5", "ramp": 5.0, "duration": 5.0}, "--ramp"),
         ({"request_rate": "5,6", "ramp": 4.0, "num_requests": 12}, "--ramp"),
         ({"max_concurrency": 13}, "--max-concurrency"),
+        ({"max_concurrency": 1, "ramp": 1.0}, "--ramp"),
+        ({"trace": AZURE, "keep_ticks": True}, "--keep-ticks"),
+        ({"prompt_len_dist": "uniform:0.01", "prompt_len": "32"}, "--prompt-len-dist"),
+        ({"prompt_len_dist": "lognormal:0.001", "prompt_len": "320,32"}, "--prompt-len-dist"),
+        ({"output_len_dist": "uniform:0.1", "max_new_tokens": "4"}, "--output-len-dist"),
         ({"max_concurrency": 65_537, "duration": 5.0, "num_requests": None}, "--max-concurrency"),
         ({"request_rate": "1e6", "duration": 11.0, "num_requests": None}, "--request-rate"),
         ({"submit_interval_ms": 0.001, "duration": 11.0, "num_requests": None}, "--submit-interval-ms"),

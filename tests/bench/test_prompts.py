@@ -54,6 +54,23 @@ def test_special_tokens_count(builtin: FastTokenizer) -> None:  # case I2
     assert len(tokenizer.encode(PromptMaker(tokenizer, len(WORDS)).text(0, 0, 5))) == 5
 
 
+def test_a_shared_start_is_made_once_a_seed() -> None:
+    class Counting(WordTokenizer):
+        texts: list[str] = []  # noqa: RUF012
+
+        def encode(self, text: str) -> list[int]:
+            self.texts.append(text)
+            return super().encode(text)
+
+    tokenizer = Counting()
+    maker = PromptMaker(tokenizer, len(WORDS))
+    tokenizer.texts.clear()
+    for index in range(5):
+        maker.text(3, index, 16, 9)
+    assert sum(len(text.split()) == 9 for text in tokenizer.texts) == 1
+    assert maker.text(4, 0, 16, 9).split()[:9] != maker.text(3, 0, 16, 9).split()[:9]
+
+
 def test_prompts_of_one_seed_differ_from_their_first_tokens_on() -> None:  # case I7
     tokenizer = WordTokenizer()
     maker = PromptMaker(tokenizer, len(WORDS))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from roseinfer.bench import ratios
 from roseinfer.bench.ratios import (
     ENOUGH_STANDARD_ERROR,
     fewest_repeats,
@@ -86,7 +88,7 @@ def test_blocks_with_one_side_unmeasured_are_left_out() -> None:
     assert paired_ratio(a, b) == pytest.approx(Interval(2, 2, 2))
 
 
-@pytest.mark.parametrize(("a", "b"), [([], []), ([0.0] * 8, [1.0] * 8), ([1.0] * 8, [0.0] * 8)])
+@pytest.mark.parametrize(("a", "b"), [([], []), ([-1.0] * 8, [1.0] * 8), ([1.0] * 8, [-1.0] * 8)])
 def test_what_has_no_ratio_is_unbounded(a: list[float], b: list[float]) -> None:
     found = paired_ratio(a, b)
     assert (found.lo, found.hi) == (-INF, INF)
@@ -152,7 +154,7 @@ def test_unpaired_sides_may_differ_in_length_and_hold_nan() -> None:
     assert found == pytest.approx(Interval(2, 2, 2))
 
 
-@pytest.mark.parametrize(("a", "b"), [([], [1.0]), ([0.0] * 8, [1.0] * 8), ([1.0] * 8, [0.0] * 8)])
+@pytest.mark.parametrize(("a", "b"), [([], [1.0]), ([-1.0] * 8, [1.0] * 8), ([1.0] * 8, [-1.0] * 8)])
 def test_unpaired_values_without_a_ratio_are_unbounded(a: list[float], b: list[float]) -> None:
     found = unpaired_ratio(a, b)
     assert (found.lo, found.hi) == (-INF, INF)
@@ -165,6 +167,50 @@ def test_a_hundred_against_a_hundred_is_within_a_second_digit_of_the_normal_inte
     found = unpaired_ratio(a, b)
     half = 1.96 * 0.05 * math.sqrt(2 / 100) / math.sqrt(3 / math.pi)  # the test's efficiency, for normal logs
     assert math.log(found.hi / found.lo) / 2 == pytest.approx(half, rel=0.2)
+
+
+# --- zeros: they rank below every other value
+
+
+@pytest.mark.parametrize("ratio", [paired_ratio, unpaired_ratio])
+@pytest.mark.parametrize(
+    ("a", "b", "interval"),
+    [
+        ([0.0] * 8, [0.0] * 8, (1, 1, 1)),
+        ([0.0] * 8, [5.0] * 8, (0, 0, 0)),
+        ([5.0] * 8, [0.0] * 8, (INF, INF, INF)),
+        ([INF] * 8, [5.0] * 8, (INF, INF, INF)),
+        ([0.0] * 3, [5.0] * 3, (-INF, 0, INF)),
+    ],
+)
+def test_a_zero_is_further_than_any_ratio(
+    ratio: Callable[..., Interval], a: list[float], b: list[float], interval: tuple[float, float, float]
+) -> None:
+    assert ratio(a, b) == Interval(*interval)
+
+
+def test_a_minority_of_zeros_leaves_the_typical_ratio() -> None:
+    found = unpaired_ratio([0.0] * 3 + [2.0] * 7, [1.0] * 10)
+    assert found == pytest.approx(Interval(0.0, 2.0, 2.0))
+
+
+def test_zeros_among_other_values_make_the_spread_too_large_to_ever_be_enough() -> None:
+    assert repeats_needed([0.0, 1.0, 1.0], [1.0, 1.0, 1.0], paired=False) > 1_000_000
+
+
+# --- many repeats
+
+
+@pytest.mark.parametrize("tail", [0.025, 2.5e-5])
+def test_from_300_repeats_on_the_normal_cut_is_the_exact_one(
+    tail: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = ratios._MANY
+    exact = ratios._signed_rank_cut(n, tail), ratios._rank_sum_cut(n, n, tail)
+    monkeypatch.setattr(ratios, "_MANY", n - 1)
+    normal = ratios._signed_rank_cut(n, tail), ratios._rank_sum_cut(n, n, tail)
+    assert normal == pytest.approx(exact, rel=0.005)
+    assert all(few <= many for few, many in zip(normal, exact, strict=True))  # never narrower
 
 
 # --- how many repeats

@@ -160,6 +160,30 @@ def test_a_closed_loop_is_played_again_as_one(written: Any) -> None:
         ({"prompt_tokens": [3, 1023, 4]}, "1023 prompt and 2 new tokens exceeds the context of 1024"),
         ({"prefix_tokens": [3, 3, 3]}, "none of its own, 3 are shared"),
         ({"request_rate": [1.0, 1.00000001, 1.0]}, "seventh digit"),
+        ({"burst_size": ["a", "b", "c"]}, "row 0: burst_size 'a'"),
+        ({"burst_size": [2.5] * 3}, "row 0: burst_size 2.5"),
+        ({"burst_size": [-1] * 3}, "row 0: burst_size -1"),
+        ({"burst_size": [True] * 3}, "row 0: burst_size True"),
+        ({"burst_size": [[1]] * 3}, "row 0: burst_size"),
+        ({"prompt_len": ["x"] * 3}, "row 0: prompt_len 'x'"),
+        ({"output_len": [4, 0, 4]}, "row 1: output_len 0"),
+        ({"request_rate": ["fast"] * 3}, "row 0: request_rate 'fast'"),
+        ({"request_rate": [1.0, -3.0, 1.0]}, "row 1: request_rate -3.0"),
+        ({"request_rate": [float("inf")] * 3}, "row 0: request_rate inf"),
+        ({"prompt_seed": ["x"] * 3}, "row 0: prompt_seed 'x'"),
+        ({"prompt_seed": [-5] * 3}, "row 0: prompt_seed -5"),
+        ({"prompt_seed": [2.0**64] * 3}, "row 0: prompt_seed"),
+        ({"prefix_tokens": [[1]] * 3}, "row 0: prefix_tokens"),
+        ({"output_tokens": [[1]] * 3}, "row 0: output_tokens"),
+        ({"output_tokens": ["1", "2", "3"]}, "row 0: output_tokens '1'"),
+        (
+            {"scheduled_s": [0.0, 1e300, 1.0]},
+            "row 1: scheduled_s 1e+300 is more than 1e+09 s after the first",
+        ),
+        ({"scheduled_s": ["a", "b", "c"]}, "row 0: scheduled_s 'a'"),
+        ({"scheduled_s": pd.to_datetime(["2024-01-01"] * 3)}, "row 0: scheduled_s"),
+        ({"arrival": [["a"]] * 3}, "row 0: arrival"),
+        ({"arrival": [None] * 3}, "row 0: arrival None"),
     ],
 )
 def test_a_table_that_cannot_be_played_says_why(written: Any, changes: dict[str, Any], said: str) -> None:
@@ -167,6 +191,20 @@ def test_a_table_that_cannot_be_played_says_why(written: Any, changes: dict[str,
         source(workload=written(MINIMAL | changes), repeats=1)
     assert caught.value.name == "--workload"
     assert said in caught.value.why
+
+
+@pytest.mark.parametrize("name", ["prompt_seed", "burst_size", "prompt_len", "output_len", "request_rate"])
+def test_a_column_of_nothing_is_as_good_as_none(written: Any, name: str) -> None:
+    plain = texts(source(workload=written(MINIMAL)))
+    assert texts(source(workload=written(MINIMAL | {name: [None] * 3}))) == plain
+
+
+def test_more_users_than_requests_are_refused(written: Any) -> None:
+    path = written(source(max_concurrency=2, num_requests=4).table())
+    assert experiment(workload=path, max_concurrency=4, repeats=1).load.max_concurrency == 4
+    with pytest.raises(InputError, match="never reached with the 4 requests") as caught:
+        experiment(workload=path, max_concurrency=5, repeats=1)
+    assert caught.value.name == "--max-concurrency"
 
 
 @pytest.mark.parametrize("missing", list(MINIMAL))

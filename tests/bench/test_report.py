@@ -286,11 +286,35 @@ def test_fewer_than_six_repeats_leave_the_typical_p99_unbounded() -> None:
     assert re.fullmatch(r"\[\d+\.\d\d, \d+\.\d\d\]", bounded)
 
 
+def test_the_largest_of_a_small_repeat_is_not_called_its_p99() -> None:  # case F3
+    def median_p99(*sizes: int) -> str:
+        rows = pd.concat([measured(burst_size=n, repeat=r) for r, n in enumerate(sizes)], ignore_index=True)
+        (text,) = table_rows(with_goals(rows))["TTFT (ms) p99 of a repeat, median"]
+        return text
+
+    assert re.fullmatch(r"max \(n=16\) \d+\.\d\d", median_p99(16, 16))
+    assert re.fullmatch(r"max \(n=16 to 20\) \d+\.\d\d", median_p99(20, 16))
+    assert re.fullmatch(r"max or p99 \(n=99 to 100\) \d+\.\d\d", median_p99(99, 100))
+    assert re.fullmatch(r"\d+\.\d\d", median_p99(100, 100))
+
+
+def test_the_table_says_what_its_intervals_are_and_are_not() -> None:
+    few, enough = text_of(sweep_summary()), text_of(sweep_summary((16,), repeats=10))
+    never_above = "It never ends above the slowest request seen, so it covers less than 95 %"
+    assert (
+        f"\np99, interval: 95 % by resampling whole repeats. {never_above}, under 10 repeats far less." in few
+    )
+    assert f"{never_above}." in enough
+    assert "p99, interval:" not in text_of(sweep_summary((16,), repeats=1))
+
+
 def test_the_table_says_how_many_repeats_a_comparison_needs() -> None:
     summary = sweep_summary()
     needed = summary.loc[summary["repeat"].isna(), "repeats_needed"]
     assert table_rows(summary)["TTFT (ms) repeats to compare"] == [f"{n:.0f}" for n in needed]
     assert "TTFT (ms) repeats to compare" not in table_rows(sweep_summary(repeats=1))
+    simulated = pd.concat([measured(repeat=r).assign(target="sim") for r in range(2)], ignore_index=True)
+    assert "epeats to compare" not in text_of(with_goals(simulated))
 
 
 def text_of(summary: pd.DataFrame, width: int = 100) -> str:
@@ -325,7 +349,7 @@ def test_the_largest_gap_of_all_is_in_the_table() -> None:  # case E7
     stalled = list(rows["token_times_s"])
     stalled[7] = stalled[7] + np.array([0, 0, 1.0, 1.0, 1.0])
     found = table_rows(with_goals(rows.assign(token_times_s=stalled)))
-    assert found["largest gap of tokens (ms)"] == ["1010.00"]
+    assert found["largest gap of tokens (ms)"] == ["1010.00 (n=80)"]
 
 
 def test_times_of_failures_have_lines_of_their_own() -> None:  # case D6, D11
@@ -366,8 +390,22 @@ def test_bursts_over_background_and_their_recovery_are_in_the_table() -> None:
     summary = shaped_summary(bursts_over_background([None]))
     (table,) = report.tables(summary)
     assert table.splitlines()[0].startswith("constant arrivals, burst 12, ")
-    assert table_rows(summary)["recovery from a burst (s)"] == [f"{summary['recovery_s'].iloc[-1]:.2f}"]
+    assert table_rows(summary)["recovery from a burst (s)"] == [f"{summary['recovery_s'].iloc[-1]:.2f} (n=2)"]
     assert "recovery from a burst (s)" not in table_rows(sweep_summary())
+
+
+@pytest.mark.parametrize(
+    ("late_from_s", "text"),
+    [(0.99, "never (n=2)"), (0.0, "n/a")],  # after a level of waiting was known, and before
+)
+def test_a_recovery_that_never_came_is_not_left_out(late_from_s: float, text: str) -> None:
+    rows = bursts_over_background([None])
+    if late_from_s:
+        late_s = 10.0 * (rows["scheduled_s"] >= late_from_s)
+        rows = rows.assign(first_scheduled_s=rows["first_scheduled_s"] + late_s)
+    else:
+        rows = rows.assign(first_scheduled_s=np.nan)
+    assert table_rows(shaped_summary(rows))["recovery from a burst (s)"] == [text]
 
 
 def test_a_closed_loop_is_called_so() -> None:  # case C12
@@ -376,7 +414,9 @@ def test_a_closed_loop_is_called_so() -> None:  # case C12
     summary = summarise(rows, facts)
     (table,) = report.tables(summary)
     assert table.splitlines()[0] == "closed loop, prompt tokens 32, new tokens 2"
-    assert table_rows(summary)["TTFT (ms) p99 after the start"] == ["50.00"]
+    rows_of_table = table_rows(summary)
+    assert rows_of_table["TTFT (ms) n after the start"] == ["57"]
+    assert rows_of_table["TTFT (ms) p99 after the start"] == ["max (n=57) 50.00"]
 
 
 def test_the_warm_up_cut_is_in_the_table() -> None:

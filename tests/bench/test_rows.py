@@ -113,17 +113,20 @@ def test_a_request_that_was_never_sent_has_a_row() -> None:  # cases C11, D9
 
 
 @pytest.mark.parametrize(
-    ("cell", "arrival", "prompt_len"),
+    ("cell", "arrival", "is_one_text", "prompt_len"),
     [
-        (Cell(4, 8, 32, 4), "burst", 32),
-        (Cell(4, 8, None, 4), "burst", 7),  # --prompt: the length of its text
-        (Cell(4, None, None, 4), "trace", None),
-        (Cell(4, None, None, None), "poisson", None),  # a replayed workload
+        (Cell(4, 8, 32, 4), "burst", False, 32),
+        (Cell(4, 8, None, 4), "burst", True, 7),  # --prompt: the length of its text
+        (Cell(4, None, None, 4), "trace", False, None),
+        (Cell(4, None, None, None), "poisson", False, None),  # a replayed workload
+        (Cell(4, None, None, 4), "poisson", False, None),  # another, that has one of the two lengths
     ],
 )
-def test_the_length_of_a_cell_is_what_was_asked_for(cell: Cell, arrival: str, prompt_len: int | None) -> None:
+def test_the_length_of_a_cell_is_what_was_asked_for(
+    cell: Cell, arrival: str, is_one_text: bool, prompt_len: int | None
+) -> None:
     load = Workload(np.zeros(2), [], np.array([7, 7]), np.array([4, 4]), 0, arrival)
-    columns = factor_columns("in-process", "model", cell, load)
+    columns = factor_columns("in-process", "model", cell, load, is_one_text=is_one_text)
     assert columns["prompt_len"] == prompt_len
     assert columns["output_len"] == cell.output_len
     assert columns["arrival"] == arrival

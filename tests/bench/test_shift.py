@@ -54,6 +54,19 @@ def test_a_factor_is_found_at_every_percentile() -> None:
     np.testing.assert_allclose(shift[["ratio", "lo", "hi"]], 1.5)
 
 
+def test_the_warm_up_of_an_open_loop_is_left_out() -> None:
+    steady = [[0.010 + 1e-5 * (i % 7) for i in range(200)] for _ in range(2)]
+    warming = [[1.0] * 40 + repeat[40:] for repeat in steady]
+    a, b = (
+        run(side).assign(burst_size=np.nan, arrival="poisson", scheduled_s=0.0) for side in (steady, warming)
+    )
+
+    shift = shift_data(a, b)
+
+    assert list(shift["b_n"].unique()) == [320]
+    assert shift["ratio"].between(0.99, 1.01).all()
+
+
 def test_only_the_tail_moved() -> None:
     a = sample(n=200)
     b = [[value * (2 if value > np.quantile(repeat, 0.9) else 1) for value in repeat] for repeat in a]

@@ -103,6 +103,20 @@ def test_a_closed_loop_offers_what_it_came_to(cost_file: Path) -> None:  # case 
     assert check_cell(complete(rows), result.facts) == []
 
 
+def test_a_closed_loop_that_runs_out_of_requests_is_invalid(cost_file: Path) -> None:
+    result = measured(cost_file, None, n=5, max_concurrency=1, duration=60.0)
+    (fault,) = check_cell(complete(result.requests), result.facts)
+    assert fault == "the closed loop had sent all its 5 requests at 1.2 s, before --duration ended"
+    counted = measured(cost_file, None, n=5, max_concurrency=1, duration=60.0, num_requests=5)
+    assert check_cell(complete(counted.requests), counted.facts) == []
+
+
+def test_a_refused_user_pauses_as_on_an_engine(cost_file: Path) -> None:
+    rows = measured(cost_file, None, n=6, max_concurrency=2, num_requests=6, max_inflight="1").requests
+    assert rows["outcome"].tolist() == ["completed"] + ["rejected"] * 5
+    assert rows["sent_s"].tolist() == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.15, 0.2])
+
+
 # ---- the command line ----
 
 
@@ -148,6 +162,13 @@ def test_the_run_says_what_computed_and_keeps_no_path(simulated: Any, cost_file:
     assert manifest["model"]["constant_s"] == 0.1
     assert manifest["model"]["model"] == COST.name
     assert manifest["configuration"]["cost-model"] == "tenth.json"
+    assert not manifest["configuration"].keys() & {
+        "model",
+        "device",
+        "dtype",
+        "num-threads",
+        "tokenize-workers",
+    }
     assert str(cost_file.parent) not in (folder.path / "run.json").read_text()
 
 
@@ -193,7 +214,7 @@ def test_goodput_is_in_the_summary_and_in_the_manifest(simulated: Any) -> None: 
 
 def test_a_closed_loop_of_more_users_than_the_limit_is_told_what_that_means(simulated: Any) -> None:
     words = "--max-concurrency 8 --num-requests 30 --repeats 1 -o out --run-id a"
-    assert "Note: a refusal takes no virtual time" in simulated(f"sweep --max-inflight 4 {words}").out
+    assert "Note: a limit below the 8 users" in simulated(f"sweep --max-inflight 4 {words}").out
     assert "Note:" not in simulated(f"sweep --max-inflight 8 {words} --experiment-name other").out
 
 

@@ -39,6 +39,12 @@ def test_a_busier_machine_does_not_keep_a_run_from_going_on() -> None:
     assert differences(manifest(), manifest(environment=busier)) == []
 
 
+def test_a_simulation_may_go_on_on_another_machine() -> None:
+    another = {"cpu_model": "B CPU", "cores_usable": 64}
+    assert differences(manifest(target="sim"), manifest(target="sim", environment=another)) == []
+    assert len(differences(manifest(target="engine"), manifest(target="engine", environment=another))) == 2
+
+
 def test_a_commit_that_left_the_sources_alone_does_not_keep_a_run_from_going_on() -> None:
     assert differences(manifest(), manifest(environment={"git": {"commit": "bbbb", "dirty": True}})) == []
 

@@ -447,14 +447,18 @@ def test_other_loads_have_no_warm_up(rows: Any) -> None:
 def test_recovery_is_the_median_over_all_bursts() -> None:
     found = summary_of(bursts_over_background([None]))
     assert found["recovery_s"].between(0.05, 0.5).all()
-    assert summary_of(measured())["recovery_s"].isna().all()
+    assert (found["n_recovery"] == 2).all()
+    nothing = summary_of(measured())
+    assert nothing["recovery_s"].isna().all()
+    assert (nothing["n_recovery"] == 0).all()
 
 
-def test_a_burst_that_never_recovers_has_no_recovery_time() -> None:
+def test_bursts_that_are_never_over_take_for_ever_to_recover() -> None:
     rows = bursts_over_background([None])
     after = rows["scheduled_s"] >= 0.99
     stuck = rows.assign(first_scheduled_s=rows["first_scheduled_s"] + 10 * after)
-    assert np.isnan(only(stuck)["recovery_s"])
+    row = only(stuck)
+    assert (row["recovery_s"], row["n_recovery"]) == (np.inf, 2)
 
 
 def test_p99_after_the_start_leaves_the_first_request_of_each_user_out() -> None:  # case C12
@@ -464,6 +468,7 @@ def test_p99_after_the_start_leaves_the_first_request_of_each_user_out() -> None
     row = pooled(summarise(rows, facts)).iloc[0]
     assert row["p99_ttft_ms"] > 5_000
     assert row["p99_ttft_after_start_ms"] == pytest.approx(1e3 * (3 * 0.02 - 0.01))
+    assert row["n_ttft_after_start"] == 57
 
 
 def test_only_a_closed_loop_has_a_start() -> None:
@@ -489,6 +494,11 @@ def test_no_comparison_takes_fewer_repeats_than_an_interval() -> None:
 def test_one_repeat_does_not_say_how_many_are_needed() -> None:
     assert np.isnan(only(measured())["repeats_needed"])
     assert summary_of(measured(), measured(repeat=1))["repeats_needed"].iloc[:2].isna().all()
+
+
+def test_a_simulation_needs_no_repeats_to_be_compared() -> None:
+    rows = [measured(repeat=r, service_s=0.010 + 0.002 * r).assign(target="sim") for r in range(3)]
+    assert np.isnan(only(*rows)["repeats_needed"])
 
 
 # --- names

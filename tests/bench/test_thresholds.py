@@ -112,3 +112,16 @@ def test_default_rules_are_of_metrics_that_exist() -> None:
         ("p99_ttft_ms", "at most x1.1"),
         ("output_throughput", "at least x0.9091"),
     ]
+
+
+def test_a_file_whose_rules_only_observe_is_refused(tmp_path: Path) -> None:  # case G10
+    with pytest.raises(InputError, match="every rule only observes"):
+        rules_of(tmp_path, '[[rule]]\nmetric = "p99_ttft_ms"\nmax = 1\nobserve = true')
+
+
+def test_the_rules_of_exact_figures_leave_one_percent() -> None:
+    rules = read_thresholds(Path(__file__).parents[2] / "experiments" / "deterministic.toml")
+    assert [(rule.metric, rule.bound, rule.is_ratio) for rule in rules] == [
+        ("p99_ttft_ms", 1.01, True),
+        ("output_throughput", 0.99, True),
+    ]

@@ -136,12 +136,26 @@ def test_more_outstanding_than_the_client_allows_is_found() -> None:  # cases C7
 
 def test_a_closed_loop_that_never_reached_its_level_is_found() -> None:  # case K2
     rows, facts = closed_loop()
-    reason = the_reason(rows, replace(facts, max_concurrency=8))
-    assert reason == "at most 3 requests were outstanding at once, a closed loop of 8 users was asked for"
+    reason = the_reason(rows, replace(facts, max_concurrency=6))
+    assert reason == "at most 3 requests were outstanding at once, a closed loop of 6 users was asked for"
 
 
-def test_a_closed_loop_of_fewer_requests_than_users_cannot_reach_its_level() -> None:
+def test_a_closed_loop_that_ends_within_its_ramp_cannot_reach_its_level() -> None:
     rows, facts = closed_loop()
+    last_s = float(rows["sent_s"].max())
+    assert check_cell(rows, replace(facts, max_concurrency=6, ramp_s=last_s)) == []
+    assert check_cell(rows, replace(facts, max_concurrency=6, ramp_s=0.0)) != []
+
+
+def test_a_closed_loop_that_ran_out_of_requests_is_found() -> None:
+    rows, facts = closed_loop()
+    reason = the_reason(rows, replace(facts, ran_out_s=1.5))
+    assert reason == "the closed loop had sent all its 12 requests at 1.5 s, before --duration ended"
+
+
+def test_a_closed_loop_of_few_requests_cannot_reach_its_level() -> None:
+    rows, facts = closed_loop()
+    assert check_cell(rows, replace(facts, max_concurrency=7)) == []
     assert check_cell(rows, replace(facts, max_concurrency=50, peak_outstanding=12)) == []
 
 

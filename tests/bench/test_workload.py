@@ -121,6 +121,65 @@ def test_what_a_trace_went_through_is_said() -> None:
     assert source().notes == []
 
 
+@pytest.mark.parametrize(("limits", "is_said"), [("0,4", True), ("0,8", False), ("9", False)])
+def test_limits_below_the_users_of_a_closed_loop_are_said(limits: str, is_said: bool) -> None:
+    closed: dict[str, Any] = {"burst_size": None, "max_concurrency": 8, "num_requests": 9}
+    notes = source(max_inflight=limits, **closed).notes
+    assert [note[:34] for note in notes] == ["a limit below the 8 users of the c"] * is_said
+    assert source(max_inflight=limits, max_concurrency=8).notes == []  # of a schedule each is refused once
+
+
+def test_bursts_that_are_cut_short_are_said() -> None:
+    flags: dict[str, Any] = {
+        "arrival": "constant",
+        "request_rate": "10",
+        "burst_size": "5",
+        "burst_interval": 1.45,
+    }
+    made = source(num_requests=17, **flags)
+    made.table()
+    assert made.notes == ["--num-requests 17 cuts the last burst short in 2 of 2 schedules."]
+    whole = source(num_requests=20, **flags)
+    whole.table()
+    assert whole.notes == []
+
+
+TRACED_OUTPUT: dict[str, Any] = {"burst_size": None, "trace": AZURE, "prompt_len": "8"}
+TRACED_PROMPT: dict[str, Any] = {
+    "burst_size": None,
+    "trace": AZURE,
+    "prompt_len": None,
+    "max_new_tokens": "4",
+    "output_len_dist": "uniform:0.5",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (TRACED_PROMPT, "line 8: 1313 prompt and 1 new tokens exceed the context of 1000"),
+        (
+            TRACED_PROMPT | {"prefix_len": 91, "num_requests": 4},
+            "line 5: a prompt of 91 tokens has none of its own",
+        ),
+        (
+            TRACED_OUTPUT | {"prompt_len_dist": "uniform:0.5", "length_scale": 20.0},
+            "line 3: 1 prompt and 2180 new",
+        ),
+    ],
+)
+def test_what_a_trace_says_leaves_a_drawn_length_its_place(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        source(max_model_len=1000, **flags)
+    assert caught.value.name == "--trace"
+    assert said in caught.value.why
+
+
+def test_only_what_a_duration_plays_of_a_trace_has_to_fit() -> None:
+    drawn = source(max_model_len=1000, duration=6.0, **TRACED_PROMPT)
+    assert drawn.draw(drawn._experiment.cells[0], 0).prompt_tokens.max() == 879
+
+
 def test_drawn_lengths_are_sent_exactly() -> None:  # case I1
     drawn = draw(prompt_len_dist="uniform:0.5", output_len_dist="uniform:0.5", burst_size="200")
     assert [len(str(prompt).split()) for prompt in drawn.prompts] == drawn.prompt_tokens.tolist()

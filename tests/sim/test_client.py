@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.errors import InvariantError
 from roseinfer.executor import StepPlan
 from roseinfer.request import FinishReason, Request
-from roseinfer.sim.client import ClientRules, Permits
+from roseinfer.sim.client import ClientRules
 from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
 
 ALONE = SimLimits(max_batch_size=1)
@@ -29,10 +28,19 @@ def play(
     return simulate([Arrival(time_s, 4, new_tokens) for time_s in times_s], limits, one_second, rules)
 
 
-def users(n: int, requests: int, limits: SimLimits = ALONE, *, new_tokens: int = 1, **rules: float) -> SimRun:
+def users(
+    n: int,
+    requests: int,
+    limits: SimLimits = ALONE,
+    *,
+    new_tokens: int = 1,
+    starts_s: tuple[float, ...] | None = None,
+    pause_s: float = 0.0,
+    duration_s: float | None = None,
+) -> SimRun:
     """A closed loop."""
-    closed = ClientRules(max_concurrency=n, is_closed=True, **rules)
-    return play([0.0] * requests, closed, limits, new_tokens=new_tokens)
+    rules = ClientRules(n, starts_s or (0.0,) * n, pause_s, duration_s)
+    return play([0.0] * requests, rules, limits, new_tokens=new_tokens)
 
 
 def sent_s(run: SimRun) -> list[float | None]:
@@ -103,32 +111,35 @@ def test_users_send_their_next_request_when_the_last_has_ended() -> None:
 def test_a_closed_loop_reaches_its_level_and_never_exceeds_it(n: int) -> None:  # cases C7, K2
     rng = random.Random(n)
     arrivals = [Arrival(0.0, rng.randint(1, 40), rng.randint(1, 5)) for _ in range(300)]
-    rules = ClientRules(max_concurrency=n, is_closed=True)
+    rules = ClientRules(n, (0.0,) * n)
     run = simulate(arrivals, SimLimits(), lambda plan: 0.1 * len(plan.spans), rules)
     assert run.peak_outstanding == run.admission.counts().peak_inflight == n
     assert None not in run.sent
 
 
-def test_a_user_who_is_refused_sends_the_next_at_once() -> None:
-    run = users(2, 4, SimLimits(max_batch_size=1, max_inflight_requests=1))
-    assert sent_s(run) == [0.0] * 4
-    assert run.admission.counts().refused == 3
+def test_a_user_who_is_refused_pauses_before_the_next() -> None:
+    run = users(2, 6, SimLimits(max_batch_size=1, max_inflight_requests=1), pause_s=0.4)
+    assert sent_s(run) == pytest.approx(
+        [0.0, 0.0, 0.4, 0.8, 1.0, 1.2]
+    )  # one served for a second, one refused
+    assert run.admission.counts().refused == 4
+    assert run.peak_outstanding == 2
+
+
+def test_a_user_who_pauses_sends_nothing_after_the_duration() -> None:
+    run = users(2, 9, SimLimits(max_batch_size=1, max_inflight_requests=1), pause_s=0.4, duration_s=0.8)
+    assert sent_s(run) == pytest.approx([0.0, 0.0, 0.4] + [None] * 6)
 
 
 def test_a_ramp_lets_users_start_one_after_another() -> None:  # case C7
-    run = users(4, 8, SimLimits(max_batch_size=8), new_tokens=100, ramp_s=8.0)
-    assert sent_s(run)[:4] == [0.0, 4.0, 6.0, 8.0]  # max(1, floor(4 t / 8)) users are there at t
+    run = users(4, 8, SimLimits(max_batch_size=8), new_tokens=100, starts_s=(0.0, 4.0, 6.0, 8.0))
+    assert sent_s(run)[:4] == [0.0, 4.0, 6.0, 8.0]
     assert run.peak_outstanding == 4
 
 
 def test_a_closed_loop_stops_at_its_duration() -> None:
     run = users(1, 10, duration_s=2.5)
     assert sent_s(run) == [0.0, 1.0, 2.0] + [None] * 7
-
-
-def test_a_closed_loop_without_users_is_a_bug() -> None:
-    with pytest.raises(InvariantError):
-        Permits(ClientRules(is_closed=True), 1)
 
 
 # ---- deadlines ----
@@ -186,7 +197,8 @@ def test_every_slot_and_every_permit_comes_back(
     duration_s: float | None,
     closed: bool,
 ) -> None:
-    rules = ClientRules(cap, closed and cap is not None, 4.0, duration_s, timeout_s)
+    starts_s = tuple(range(cap)) if closed and cap is not None else None
+    rules = ClientRules(cap, starts_s, 0.7, duration_s, timeout_s)
     limits = SimLimits(max_inflight_requests=limit, max_batch_size=2)
     run = play(times_s, rules, limits, new_tokens=3)
     counts = run.admission.counts()
