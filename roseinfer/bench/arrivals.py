@@ -50,8 +50,8 @@ def arrival_times(load: Load, cell: Cell, *, seed: int, repeat: int) -> Times:
 
 def cuts_burst(load: Load, cell: Cell, times: Times) -> bool:
     """Whether --num-requests left out a part of the last burst on top of a rate."""
-    if cell.request_rate is None or cell.burst_size is None or load.burst_interval_s is None:  # None: a replay
-        return False
+    if cell.request_rate is None or cell.burst_size is None or load.burst_interval_s is None:
+        return False  # without an interval it is a replay
     is_burst = times[-1] in _multiples(load.burst_interval_s, float(np.nextafter(times[-1], np.inf)))
     return bool(is_burst and np.count_nonzero(times == times[-1]) < cell.burst_size)
 
