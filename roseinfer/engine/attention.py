@@ -1,4 +1,4 @@
-"""Attention over our own KV cache, behind transformers' AttentionInterface.
+"""Attention over our own KV cache, for the native models and, behind AttentionInterface, for those of transformers.
 
 One step is one row of packed tokens: decodes first (one token each), then prefill spans. Keys and values of every
 token live in a slot of the layer's two tensors; slot = block * KV_BLOCK_TOKENS + offset in the block.
@@ -53,6 +53,9 @@ class StepContext:
     decode_slots: torch.Tensor  # [n_decodes, longest context], short rows filled up with a slot of their own
     decode_mask: torch.Tensor  # [n_decodes, 1, 1, longest context], True where a position counts
     prefills: list[PrefillGroup]
+    last: torch.Tensor  # [spans that sample]: their last packed tokens
+    last_slots: torch.Tensor  # [spans that sample, longest context], as decode_slots
+    last_mask: torch.Tensor  # [spans that sample, 1, 1, longest context]
 
 
 def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) -> StepContext:
@@ -63,14 +66,22 @@ def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) 
     while n_decodes < len(spans) and spans[n_decodes].n_tokens == 1:
         n_decodes += 1
     written = [context[span.start :] for span, context in zip(spans, contexts, strict=True)]
-    decode_slots, decode_mask = _pad(contexts[:n_decodes])
+    ends = np.cumsum([span.n_tokens for span in spans]) - 1
+    samples = np.array([span.samples for span in spans])
+    decode_slots, decode_mask = _pad(contexts[:n_decodes], device)
+    last_slots, last_mask = decode_slots, decode_mask
+    if n_decodes < len(spans) or not samples.all():
+        last_slots, last_mask = _pad([c for c, s in zip(contexts, samples, strict=True) if s], device)
     return StepContext(
         kv=kv,
         slots=torch.from_numpy(np.concatenate(written)).to(device),
         n_decodes=n_decodes,
-        decode_slots=torch.from_numpy(decode_slots).to(device),
-        decode_mask=torch.from_numpy(decode_mask).to(device),
+        decode_slots=decode_slots,
+        decode_mask=decode_mask,
         prefills=_prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, device),
+        last=torch.from_numpy(ends[samples]).to(device),
+        last_slots=last_slots,
+        last_mask=last_mask,
     )
 
 
@@ -81,7 +92,7 @@ def _slots_of(span: Span) -> NDArray[np.int64]:
     return slots.reshape(-1)[: span.start + span.n_tokens]
 
 
-def _pad(contexts: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _pad(contexts: list[NDArray[np.int64]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(map(len, contexts), default=0)
     slots = np.empty((len(contexts), longest), dtype=np.int64)
     mask = np.zeros((len(contexts), 1, 1, longest), dtype=np.bool_)
@@ -90,7 +101,7 @@ def _pad(contexts: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[
         # A masked value still takes part as 0 * value: a NaN in a stranger's slot would leak, in its own it may not.
         slots[row, len(context) :] = context[0]
         mask[row, ..., : len(context)] = True
-    return slots, mask
+    return torch.from_numpy(slots).to(device), torch.from_numpy(mask).to(device)
 
 
 def _prefill_groups(
@@ -112,6 +123,40 @@ def _prefill_groups(
     return groups
 
 
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: StepContext,
+    layer: int,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """The attention of one layer. query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim].
+
+    Writes the step's keys and values into the cache and returns [tokens, heads, head_dim]. `scaling` None is
+    1 / sqrt(head_dim).
+    """
+    keys, values = _write(key, value, step, layer)
+    if not step.prefills:
+        return _decode(query, keys, values, step.decode_slots, step.decode_mask, scaling)
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    if step.n_decodes:
+        decodes = query[: step.n_decodes]
+        out[: step.n_decodes] = _decode(decodes, keys, values, step.decode_slots, step.decode_mask, scaling)
+    for group in step.prefills:
+        rows = slice(group.offset, group.offset + group.n_spans * group.n_tokens)
+        out[rows] = _prefill(query[rows], key[rows], value[rows], keys, values, group, scaling)
+    return out
+
+
+def attention_of_last(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: StepContext, layer: int
+) -> torch.Tensor:
+    """As `attention`, but `query` [spans that sample, heads, head_dim] holds the last tokens of those spans alone."""
+    keys, values = _write(key, value, step, layer)
+    return _decode(query, keys, values, step.last_slots, step.last_mask, None)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -122,45 +167,44 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer. query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim].
+    """`attention` as transformers calls it: query [1, heads, tokens, head_dim], key and value likewise.
 
-    Writes the step's keys and values into the cache and returns [1, tokens, heads, head_dim]. Other keyword
-    arguments were judged once, at load: see probe.py.
+    Returns [1, tokens, heads, head_dim]. Other keyword arguments were judged once, at load: see probe.py.
     """
-    step: StepContext = kwargs[STEP_ARGUMENT]
     layer_idx: int = module.layer_idx  # type: ignore[assignment]  # a plain int on every attention module
-    keys, values = step.kv[layer_idx]
-    query, key, value = query[0], key[0], value[0]
-    keys.index_copy_(0, step.slots, key.transpose(0, 1))
-    values.index_copy_(0, step.slots, value.transpose(0, 1))
+    packed = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention(*packed, kwargs[STEP_ARGUMENT], layer_idx, scaling)[None], None
 
-    heads, n_all, _ = query.shape
-    out = query.new_empty(n_all, heads, value.shape[-1])
-    if step.n_decodes:
-        out[: step.n_decodes] = _decode(query[:, : step.n_decodes], keys, values, step, scaling)
-    for group in step.prefills:
-        end = group.offset + group.n_spans * group.n_tokens
-        rows = slice(group.offset, end)
-        out[rows] = _prefill(query[:, rows], key[:, rows], value[:, rows], keys, values, group, scaling)
-    return out[None], None
+
+def _write(
+    key: torch.Tensor, value: torch.Tensor, step: StepContext, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = step.kv[layer]
+    keys.index_copy_(0, step.slots, key)
+    values.index_copy_(0, step.slots, value)
+    return keys, values
 
 
 def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: StepContext, scaling: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """One token per request against its whole context. query [heads, n, head_dim] -> [n, heads, head_dim]."""
-    heads, n, head_dim = query.shape
+    """One token per request against its whole context. query [n, heads, head_dim] -> the same shape."""
+    n, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     # Query heads that share a key head stand in the place of query positions: no key is repeated.
-    grouped = query.transpose(0, 1).reshape(n, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(
-        grouped,
-        keys[step.decode_slots].transpose(1, 2),
-        values[step.decode_slots].transpose(1, 2),
-        attn_mask=step.decode_mask,
+        query.reshape(n, kv_heads, heads // kv_heads, head_dim),
+        keys[slots].transpose(1, 2),
+        values[slots].transpose(1, 2),
+        attn_mask=mask,
         scale=scaling,
     )
-    return out.reshape(n, heads, -1)
+    return out.reshape(n, heads, values.shape[-1])
 
 
 def _prefill(
@@ -172,12 +216,11 @@ def _prefill(
     group: PrefillGroup,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Spans of several tokens. query [heads, tokens, head_dim] -> [tokens, heads, head_dim]."""
+    """Spans of several tokens. query [tokens, heads, head_dim] -> the same shape."""
     if group.context_slots is not None:
-        key = keys[group.context_slots].transpose(0, 1)
-        value = values[group.context_slots].transpose(0, 1)
+        key, value = keys[group.context_slots], values[group.context_slots]
     query, key, value = (
-        x.reshape(x.shape[0], group.n_spans, -1, x.shape[-1]).transpose(0, 1) for x in (query, key, value)
+        x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]
     out = scaled_dot_product_attention(
         query,

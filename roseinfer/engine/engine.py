@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype
-from roseinfer.engine.executor import TorchExecutor
+from roseinfer.engine.executor import Model, TorchExecutor
+from roseinfer.engine.gpt2 import GPT2
 from roseinfer.engine.kv import KVPool
-from roseinfer.engine.linear import pack_linears
+from roseinfer.engine.linear import packs
+from roseinfer.engine.llama import Llama
 from roseinfer.engine.loading import LoadedModel, load_model
 from roseinfer.engine.probe import probe
+from roseinfer.engine.transformers_path import TransformersModel
 from roseinfer.errors import InputError, ModelError
 from roseinfer.executor import KV_BLOCK_TOKENS, Clock
 from roseinfer.model_source import check_model_source
 from roseinfer.tokenization import FastTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CPU_BATCHED_TOKENS = 512
 _CUDA_BATCHED_TOKENS = 8192
@@ -38,13 +45,16 @@ class EngineDescription:
     dtype: str  # computed in
     num_threads: int  # of one operator, on CPU
     linear_kernels: str  # "packed (oneDNN)" or "plain"
+    implementation: str  # "native" or "transformers"
 
 
 class InferenceEngine:
     """Implements `roseinfer.executor.Engine` with torch and transformers. Make one with `from_pretrained`."""
 
-    def __init__(self, loaded: LoadedModel, *, name: str, max_model_len: int | None = None) -> None:
-        """Takes over `loaded`: its attention and, on CPU, its linear layers are replaced.
+    def __init__(
+        self, loaded: LoadedModel, *, name: str, max_model_len: int | None = None, native: bool = True
+    ) -> None:
+        """Takes over `loaded`. `native` False keeps a model that has a native form on transformers' modules.
 
         Raises ModelError for a model that this engine would not compute faithfully.
         """
@@ -58,8 +68,8 @@ class InferenceEngine:
         self._max_model_len = _checked_len(max_model_len, context_length)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         layers = probe(model, name, self._max_model_len)
-        packed = model.device.type == "cpu" and pack_linears(model)
-        self._model = model
+        self._model, implementation = _implementation(model, self._max_model_len, native)
+        self._device = model.device
         self._tokenizer = loaded.tokenizer
         self._eos_token_ids = loaded.eos_token_ids
         self._kv = KVPool(layers, model.device, dtype)
@@ -77,7 +87,8 @@ class InferenceEngine:
             device_name=device_name(model.device),
             dtype=dtype_name(dtype),
             num_threads=torch.get_num_threads(),
-            linear_kernels="packed (oneDNN)" if packed else "plain",
+            linear_kernels="packed (oneDNN)" if packs(model.device, dtype) else "plain",
+            implementation=implementation,
         )
 
     @classmethod
@@ -119,7 +130,7 @@ class InferenceEngine:
 
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Large enough for products at full speed, small enough that decodes do not wait long behind a prefill."""
-        base = _CUDA_BATCHED_TOKENS if self._model.device.type == "cuda" else _CPU_BATCHED_TOKENS
+        base = _CUDA_BATCHED_TOKENS if self._device.type == "cuda" else _CPU_BATCHED_TOKENS
         return max(base, 2 * max_batch_size)
 
     def default_kv_cache_tokens(self, max_batch_size: int) -> int:
@@ -136,6 +147,14 @@ class InferenceEngine:
         executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
         self._kv.lend(executor)
         return executor
+
+
+def _implementation(model: PreTrainedModel, max_model_len: int, native: bool) -> tuple[Model, str]:
+    if native and GPT2.computes(model):
+        return GPT2(model), "native"
+    if native and Llama.computes(model):
+        return Llama(model, max_model_len), "native"
+    return TransformersModel(model), "transformers"
 
 
 def _checked_len(max_model_len: int | None, context_length: int) -> int:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from roseinfer.engine.attention import STEP_ARGUMENT, LayerKV, build_step_context
+from roseinfer.engine.attention import LayerKV, StepContext, build_step_context
 from roseinfer.engine.sampling import sample
 from roseinfer.executor import Clock, StepPlan, StepResult, step_token_ids
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+
+class Model(Protocol):
+    """What computes: a native model, or one of transformers (`transformers_path.TransformersModel`)."""
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """ids, positions [tokens] -> logits [spans that sample, vocab]."""
+        ...
 
 
 class TorchExecutor:
-    """Implements `roseinfer.executor.Executor` on a loaded model and its KV tensors. Owned by one thread."""
+    """Implements `roseinfer.executor.Executor` on a model and its KV tensors. Owned by one thread."""
 
-    def __init__(self, model: PreTrainedModel, kv: list[LayerKV], clock: Clock) -> None:
+    def __init__(self, model: Model, kv: list[LayerKV], clock: Clock) -> None:
         self._model = model
         self._kv = kv
         self._clock = clock
@@ -34,18 +39,10 @@ class TorchExecutor:
         """Float logits [sampling spans, vocab] at the last position of every span that samples."""
         ids = [token_id for span in plan.spans for token_id in step_token_ids(span)]
         positions = np.concatenate([np.arange(span.start, span.start + span.n_tokens) for span in plan.spans])
-        ends = np.cumsum([span.n_tokens for span in plan.spans]) - 1
-        last = ends[[span.samples for span in plan.spans]]
         context = build_step_context(plan, self._kv, self._device)
-        output = self._model(
-            input_ids=torch.tensor(ids, device=self._device)[None],
-            position_ids=torch.from_numpy(positions).to(self._device)[None],
-            logits_to_keep=torch.from_numpy(last).to(self._device),
-            use_cache=False,
-            **{STEP_ARGUMENT: context},
+        return self._model.forward(
+            torch.tensor(ids, device=self._device), torch.from_numpy(positions).to(self._device), context
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         sampling = [span.request for span in plan.spans if span.samples]

@@ -1,6 +1,6 @@
 """Linear layers with weights packed for oneDNN: several times faster than a plain product at small batches on CPU.
 
-The two operators are private to torch, so they are tried and compared once per dtype; plain layers stay otherwise.
+The operators are private to torch, so they are tried and compared once per dtype; plain layers stay otherwise.
 """
 
 from __future__ import annotations
@@ -9,24 +9,102 @@ from functools import lru_cache
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, pad, silu
 from transformers.pytorch_utils import Conv1D
 
 _PACK_FOR_ROWS = 256
 """Batch size that the packed layout is chosen for; it serves all others."""
 
+_HEAD_MULTIPLE = 64
+"""Kernels take whole tiles: 50257 rows would leave the last one to slow code."""
 
-class PackedLinear(nn.Module):
-    """x @ weight.T + bias, with `weight` [out, in] kept only in oneDNN's own layout."""
+
+class PlainLinear(nn.Module):
+    """x @ weight.T + bias, and what may follow it. `weight` is [out, in]; inputs are [..., in]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._packed = _pack(weight)
+        self._weight = weight
         self._bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
-        return _packed_linear(x, self._packed, self._bias)
+        return linear(x, self._weight, self._bias)
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(linear(x, self._weight, self._bias), approximate="tanh")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(linear(x, self._weight, self._bias))
+
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias) + other
+
+    def multiply(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return linear(x, self._weight, self._bias) * other
+
+
+class PackedLinear(nn.Module):
+    """As PlainLinear, with the weight kept only in oneDNN's own layout and what follows fused into the product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
+        self._bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, "none", "")
+
+    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, "gelu", "tanh")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return self._unary(x, "swish", "")
+
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._binary(x, other, "add")
+
+    def multiply(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self._binary(x, other, "mul")
+
+    def _unary(self, x: torch.Tensor, operation: str, algorithm: str) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias, operation, [], algorithm
+        )
+        return out
+
+    def _binary(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self._packed, self._bias, operation
+        )
+        return out
+
+
+Linear = PlainLinear | PackedLinear
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """A layer for where `weight` [out, in] lies: packed on a CPU that can, plain otherwise."""
+    if packs(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers are packed there."""
+    return device.type == "cpu" and packing_works(dtype)
+
+
+class Head:
+    """Logits of a vocabulary. Its weight has rows added to make whole tiles; their columns are cut off again."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._vocab_size = len(weight)
+        self._linear = make_linear(pad(weight, (0, 0, 0, -len(weight) % _HEAD_MULTIPLE)), None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab]"""
+        logits: torch.Tensor = self._linear(x)
+        return logits[:, : self._vocab_size]
 
 
 def pack_linears(model: nn.Module) -> bool:
@@ -49,24 +127,22 @@ def pack_linears(model: nn.Module) -> bool:
 
 @lru_cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """True when the private operators exist here and agree with F.linear in this dtype."""
+    """True when the private operators exist here and agree with plain ones in this dtype."""
     generator = torch.Generator().manual_seed(0)
-    weight, x, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 32), (3, 32), (48,))
+    weight, x, bias, other = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 32), (3, 32), (48,), (3, 48))
     )
     try:
-        got = _packed_linear(x, _pack(weight), bias)
+        got = _all_forms(PackedLinear(weight, bias), x, other)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
-    return torch.allclose(got.float(), linear(x, weight, bias).float(), rtol=tolerance, atol=tolerance)
+    expected = _all_forms(PlainLinear(weight, bias), x, other)
+    return all(
+        torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+        for a, b in zip(got, expected, strict=True)
+    )
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
-    return packed
-
-
-def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
+def _all_forms(layer: Linear, x: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+    return [layer(x), layer.gelu_tanh(x), layer.silu(x), layer.add(x, other), layer.multiply(x, other)]

@@ -99,6 +99,7 @@ class ScriptedDescription:
     dtype: str = "float32"
     num_threads: int = 1
     linear_kernels: str = "plain"
+    implementation: str = "native"
 
 
 class ScriptedInferenceEngine(ScriptedEngine):

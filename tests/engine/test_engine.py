@@ -61,6 +61,7 @@ def test_a_folder_is_described(saved: Path) -> None:
         "device": "cpu",
         "dtype": "float32" if not device._bf16_is_fast(torch.device("cpu")) else "bfloat16",
         "num_threads": 1,
+        "implementation": "native",
     }
 
 

@@ -16,9 +16,12 @@ from tests.engine.tiny_models import CONFIGS, FAMILIES, VOCAB, generated, make_e
 NEW_TOKENS = 8
 
 
+NATIVE = {"native": True, "transformers": False}
+
+
 @cache
-def engine_of(family: str) -> InferenceEngine:
-    return make_engine(CONFIGS[family])
+def engine_of(family: str, path: str = "native") -> InferenceEngine:
+    return make_engine(CONFIGS[family], native=NATIVE[path])
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
@@ -30,19 +33,21 @@ def expected(family: str, request: Request) -> list[int]:
     return generated(family, tuple(request.prompt_ids), NEW_TOKENS)
 
 
+@pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63])
-def test_alone(family: str, length: int) -> None:
-    driver = Driver(engine_of(family))
+def test_alone(family: str, length: int, path: str) -> None:
+    driver = Driver(engine_of(family, path))
     request = driver.request(prompt_of(length))
     for _ in range(NEW_TOKENS):
         driver.step(request)
     assert request.output_ids == expected(family, request)
 
 
+@pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_with_strangers(family: str) -> None:
-    driver = Driver(engine_of(family))
+def test_batched_with_strangers(family: str, path: str) -> None:
+    driver = Driver(engine_of(family, path))
     requests = [driver.request(prompt_of(length)) for length in (17, 17, 1, 33, 16, 5)]
     for _ in range(NEW_TOKENS):
         driver.step(*requests)
@@ -61,12 +66,13 @@ def test_chunked(family: str, chunk: int) -> None:
     assert request.output_ids == expected(family, request)[:4]
 
 
+@pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_joining_and_leaving_at_any_step(family: str, data: st.DataObject) -> None:
+def test_joining_and_leaving_at_any_step(family: str, path: str, data: st.DataObject) -> None:
     """Up to four requests run; each waits, goes on by a chunk, or leaves early; a newcomer takes its blocks."""
-    driver = Driver(engine_of(family), num_blocks=20)
+    driver = Driver(engine_of(family, path), num_blocks=20)
     arriving = [driver.request(prompt_of(length, 1)) for length in (40, 3)]
     running: list[Request] = []
     arrived = 2
@@ -90,8 +96,9 @@ def test_joining_and_leaving_at_any_step(family: str, data: st.DataObject) -> No
                 arrived += 1
 
 
+@pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_in_which_nothing_samples(family: str) -> None:
-    driver = Driver(engine_of(family))
+def test_a_step_in_which_nothing_samples(family: str, path: str) -> None:
+    driver = Driver(engine_of(family, path))
     request = driver.request(prompt_of(20))
     assert driver.step((request, 10)).token_ids == [None]

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from roseinfer.engine import linear as module
-from roseinfer.engine.linear import PackedLinear, pack_linears, packing_works
+from roseinfer.engine.linear import Head, PackedLinear, PlainLinear, make_linear, pack_linears, packing_works
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -67,16 +66,31 @@ def test_a_shared_embedding_stays_as_it_is() -> None:
 def test_plain_layers_stay_where_the_private_operators_fail(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    def broken(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def broken(layer: PackedLinear, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
         if fault == "absent":
             raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
         return torch.zeros(3, 48)
 
     packing_works.cache_clear()
-    monkeypatch.setattr(module, "_packed_linear", broken)
+    monkeypatch.setattr(PackedLinear, "_binary", broken)
     model = sequence(torch.float32)
     try:
         assert not pack_linears(model)
     finally:
         packing_works.cache_clear()
     assert isinstance(model[0], nn.Linear)
+    head = make_linear(torch.ones(2, 3), None)
+    assert type(head) is (PackedLinear if packing_works(torch.float32) else PlainLinear)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65])
+def test_a_head_gives_logits_of_the_vocabulary_and_no_more(vocab_size: int) -> None:
+    torch.manual_seed(0)
+    weight, x = (
+        torch.randn(vocab_size, 8) - 10,
+        torch.rand(3, 8),
+    )  # every true logit is below those of empty rows
+    with torch.inference_mode():
+        logits = Head(weight)(x)
+    assert logits.shape == (3, vocab_size)
+    assert torch.allclose(logits, x @ weight.t(), atol=1e-4)

@@ -62,9 +62,15 @@ def make_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).to(dtype).eval()
 
 
-def make_engine(config: Any, *, max_model_len: int | None = None) -> InferenceEngine:
-    loaded = LoadedModel(make_model(config), builtin_tokenizer(), frozenset(), "random (seed 0)")
-    return InferenceEngine(loaded, name="tiny", max_model_len=max_model_len)
+def make_engine(
+    config: Any,
+    *,
+    max_model_len: int | None = None,
+    native: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> InferenceEngine:
+    loaded = LoadedModel(make_model(config, dtype), builtin_tokenizer(), frozenset(), "random (seed 0)")
+    return InferenceEngine(loaded, name="tiny", max_model_len=max_model_len, native=native)
 
 
 @cache
