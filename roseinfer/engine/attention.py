@@ -172,8 +172,8 @@ def attend(
     Returns [1, tokens, heads, head_dim]. Other keyword arguments were judged once, at load: see probe.py.
     """
     layer_idx: int = module.layer_idx  # type: ignore[assignment]  # a plain int on every attention module
-    packed = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention(*packed, kwargs[STEP_ARGUMENT], layer_idx, scaling)[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention(query, key, value, kwargs[STEP_ARGUMENT], layer_idx, scaling)[None], None
 
 
 def _write(

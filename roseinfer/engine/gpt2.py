@@ -6,7 +6,7 @@ The architecture is that of Radford et al., "Language Models are Unsupervised Mu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import layer_norm
@@ -15,7 +15,7 @@ from roseinfer.engine.attention import StepContext, attention, attention_of_last
 from roseinfer.engine.linear import Head, Linear, make_linear
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class GPT2:
         self._head = Head(model.lm_head.weight.detach())
 
     @staticmethod
-    def computes(model: object) -> bool:
+    def computes(model: PreTrainedModel) -> bool:
         """True for a GPT-2 without the switches that other models of its class may set."""
-        config = getattr(model, "config", None)
+        config: Any = model.config
         return (
             type(model).__name__ == "GPT2LMHeadModel"
             and config.activation_function in ("gelu_new", "gelu_pytorch_tanh")

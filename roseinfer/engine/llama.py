@@ -8,7 +8,7 @@ every head's query and key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.functional import rms_norm
@@ -18,7 +18,7 @@ from roseinfer.engine.linear import Head, Linear, make_linear
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedModel
 
 _CLASSES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -77,9 +77,9 @@ class Llama:
         self._cos, self._sin = cos[0, :, None], sin[0, :, None]
 
     @staticmethod
-    def computes(model: object) -> bool:
+    def computes(model: PreTrainedModel) -> bool:
         """True for the known classes with the known activation."""
-        config = getattr(model, "config", None)
+        config: Any = model.config
         return type(model).__name__ in _CLASSES and config.hidden_act == "silu"
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
