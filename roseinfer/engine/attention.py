@@ -44,18 +44,31 @@ class PrefillGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Requests with one query each and equally long contexts, whose keys lie in memory at equal distances.
+
+    Their `context` keys and values are read where they are: request i's from slot `start + i * stride` on. A request
+    whose blocks are scattered is a group of its own, with `slots` [context] to gather.
+    """
+
+    rows: torch.Tensor | slice  # of the queries
+    n: int
+    context: int
+    start: int
+    stride: int
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepContext:
     """Where the tokens of one step are written and what they attend to; shared by all layers."""
 
     kv: list[LayerKV]
     slots: torch.Tensor  # [tokens]: where each packed token's key and value go
-    n_decodes: int
-    decode_slots: torch.Tensor  # [n_decodes, longest context], short rows filled up with a slot of their own
-    decode_mask: torch.Tensor  # [n_decodes, 1, 1, longest context], True where a position counts
+    decodes: list[QueryGroup]  # of the first packed tokens
     prefills: list[PrefillGroup]
     last: torch.Tensor  # [spans that sample]: their last packed tokens
-    last_slots: torch.Tensor  # [spans that sample, longest context], as decode_slots
-    last_mask: torch.Tensor  # [spans that sample, 1, 1, longest context]
+    lasts: list[QueryGroup]  # of those tokens
 
 
 def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) -> StepContext:
@@ -68,20 +81,15 @@ def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) 
     written = [context[span.start :] for span, context in zip(spans, contexts, strict=True)]
     ends = np.cumsum([span.n_tokens for span in spans]) - 1
     samples = np.array([span.samples for span in spans])
-    decode_slots, decode_mask = _pad(contexts[:n_decodes], device)
-    last_slots, last_mask = decode_slots, decode_mask
-    if n_decodes < len(spans) or not samples.all():
-        last_slots, last_mask = _pad([c for c, s in zip(contexts, samples, strict=True) if s], device)
+    sampling = [context for context, its in zip(contexts, samples, strict=True) if its]
+    decodes = _query_groups(contexts[:n_decodes], device)
     return StepContext(
         kv=kv,
         slots=torch.from_numpy(np.concatenate(written)).to(device),
-        n_decodes=n_decodes,
-        decode_slots=decode_slots,
-        decode_mask=decode_mask,
+        decodes=decodes,
         prefills=_prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, device),
         last=torch.from_numpy(ends[samples]).to(device),
-        last_slots=last_slots,
-        last_mask=last_mask,
+        lasts=decodes if len(sampling) == n_decodes == len(spans) else _query_groups(sampling, device),
     )
 
 
@@ -92,16 +100,30 @@ def _slots_of(span: Span) -> NDArray[np.int64]:
     return slots.reshape(-1)[: span.start + span.n_tokens]
 
 
-def _pad(contexts: list[NDArray[np.int64]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(map(len, contexts), default=0)
-    slots = np.empty((len(contexts), longest), dtype=np.int64)
-    mask = np.zeros((len(contexts), 1, 1, longest), dtype=np.bool_)
-    for row, context in enumerate(contexts):
-        slots[row, : len(context)] = context
-        # A masked value still takes part as 0 * value: a NaN in a stranger's slot would leak, in its own it may not.
-        slots[row, len(context) :] = context[0]
-        mask[row, ..., : len(context)] = True
-    return torch.from_numpy(slots).to(device), torch.from_numpy(mask).to(device)
+def _query_groups(contexts: list[NDArray[np.int64]], device: torch.device) -> list[QueryGroup]:
+    """Row i belongs to `contexts[i]`. Requests admitted together usually lie one behind the other: one group."""
+    groups = []
+    runs: list[tuple[int, int, int]] = []  # (context, first slot, row) of those that lie in one piece
+    for row, slots in enumerate(contexts):
+        if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
+            runs.append((len(slots), int(slots[0]), row))
+        else:
+            gathered = torch.from_numpy(slots).to(device)
+            groups.append(QueryGroup(slice(row, row + 1), 1, len(slots), 0, 0, gathered))
+    runs.sort()
+    first = 0
+    while first < len(runs):
+        context, start, _ = runs[first]
+        end = first + 1
+        stride = runs[end][1] - start if end < len(runs) else 0
+        while end < len(runs) and runs[end][:2] == (context, start + (end - first) * stride):
+            end += 1
+        rows = [row for _, _, row in runs[first:end]]
+        in_order = rows == list(range(rows[0], rows[0] + len(rows)))
+        chosen = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=device)
+        groups.append(QueryGroup(chosen, end - first, context, start, stride))
+        first = end
+    return groups
 
 
 def _prefill_groups(
@@ -137,12 +159,8 @@ def attention(
     1 / sqrt(head_dim).
     """
     keys, values = _write(key, value, step, layer)
-    if not step.prefills:
-        return _decode(query, keys, values, step.decode_slots, step.decode_mask, scaling)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
-    if step.n_decodes:
-        decodes = query[: step.n_decodes]
-        out[: step.n_decodes] = _decode(decodes, keys, values, step.decode_slots, step.decode_mask, scaling)
+    _one_query_each(query, keys, values, step.decodes, scaling, out)
     for group in step.prefills:
         rows = slice(group.offset, group.offset + group.n_spans * group.n_tokens)
         out[rows] = _prefill(query[rows], key[rows], value[rows], keys, values, group, scaling)
@@ -154,7 +172,9 @@ def attention_of_last(
 ) -> torch.Tensor:
     """As `attention`, but `query` [spans that sample, heads, head_dim] holds the last tokens of those spans alone."""
     keys, values = _write(key, value, step, layer)
-    return _decode(query, keys, values, step.last_slots, step.last_mask, None)
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    _one_query_each(query, keys, values, step.lasts, None, out)
+    return out
 
 
 def attend(
@@ -185,26 +205,36 @@ def _write(
     return keys, values
 
 
-def _decode(
+def _one_query_each(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
-    mask: torch.Tensor,
+    groups: list[QueryGroup],
     scaling: float | None,
-) -> torch.Tensor:
-    """One token per request against its whole context. query [n, heads, head_dim] -> the same shape."""
-    n, heads, head_dim = query.shape
+    out: torch.Tensor,
+) -> None:
+    """One token per request against its whole context. query [rows, heads, head_dim]; fills the rows of `out`."""
+    heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
-    # Query heads that share a key head stand in the place of query positions: no key is repeated.
-    out = scaled_dot_product_attention(
-        query.reshape(n, kv_heads, heads // kv_heads, head_dim),
-        keys[slots].transpose(1, 2),
-        values[slots].transpose(1, 2),
-        attn_mask=mask,
-        scale=scaling,
-    )
-    return out.reshape(n, heads, values.shape[-1])
+    for group in groups:
+        mixed = scaled_dot_product_attention(
+            # Query heads that share a key head stand in the place of query positions: no key is repeated.
+            query[group.rows].reshape(group.n, kv_heads, heads // kv_heads, head_dim),
+            _contexts(keys, group),
+            _contexts(values, group),
+            scale=scaling,
+        )
+        out[group.rows] = mixed.reshape(group.n, heads, -1)
+
+
+def _contexts(cache: torch.Tensor, group: QueryGroup) -> torch.Tensor:
+    """[slots, kv_heads, dim] -> [n, kv_heads, context, dim], a view of the cache where it can be one."""
+    if group.slots is not None:
+        return cache[group.slots].transpose(0, 1)[None]
+    per_slot, per_head, per_element = cache.stride()
+    shape = (group.n, cache.shape[1], group.context, cache.shape[2])
+    strides = (group.stride * per_slot, per_head, per_slot, per_element)
+    return cache.as_strided(shape, strides, cache.storage_offset() + group.start * per_slot)
 
 
 def _prefill(
