@@ -115,7 +115,7 @@ def _query_groups(contexts: list[NDArray[np.int64]], device: torch.device) -> li
     while first < len(runs):
         context, start, _ = runs[first]
         end = first + 1
-        stride = runs[end][1] - start if end < len(runs) else 0
+        stride = runs[end][1] - start if end < len(runs) and runs[end][0] == context else 0
         while end < len(runs) and runs[end][:2] == (context, start + (end - first) * stride):
             end += 1
         rows = [row for _, _, row in runs[first:end]]
