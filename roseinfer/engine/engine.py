@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype
 from roseinfer.engine.executor import Model, TorchExecutor
@@ -46,6 +48,9 @@ class EngineDescription:
     num_threads: int  # of one operator, on CPU
     linear_kernels: str  # "packed (oneDNN)" or "plain"
     implementation: str  # "native" or "transformers"
+    matrix_parameters: int  # of the linear layers, the head left out: 2 of these are the work of a token
+    weight_bytes: int  # read by a step of one token: linear layers and head
+    kv_bytes_per_token: int
 
 
 class InferenceEngine:
@@ -68,6 +73,7 @@ class InferenceEngine:
         self._max_model_len = _checked_len(max_model_len, context_length)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         layers = probe(model, name, self._max_model_len)
+        matrices, head = _matrix_parameters(model)
         self._model, implementation = _implementation(model, self._max_model_len, native)
         self._device = model.device
         self._tokenizer = loaded.tokenizer
@@ -89,6 +95,9 @@ class InferenceEngine:
             num_threads=torch.get_num_threads(),
             linear_kernels="packed (oneDNN)" if packs(model.device, dtype) else "plain",
             implementation=implementation,
+            matrix_parameters=matrices,
+            weight_bytes=(matrices + head) * dtype.itemsize,
+            kv_bytes_per_token=self._kv.bytes_per_token,
         )
 
     @classmethod
@@ -100,11 +109,13 @@ class InferenceEngine:
         dtype: str = "auto",
         max_model_len: int | None = None,
         num_threads: int | None = None,
+        native: bool = True,
     ) -> InferenceEngine:
         """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
 
         device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32 or bf16. max_model_len: tokens
         a request may span, None for the model's context. num_threads: of torch in this process, None leaves them.
+        native: see `__init__`.
         Raises InputError for values that cannot work, ModelError for a model that cannot.
         """
         source = check_model_source(model)
@@ -114,7 +125,7 @@ class InferenceEngine:
             torch.set_num_threads(num_threads)
         on = resolve_device(device)
         loaded = load_model(source, on, resolve_dtype(dtype, on))
-        return cls(loaded, name=model, max_model_len=max_model_len)
+        return cls(loaded, name=model, max_model_len=max_model_len, native=native)
 
     @property
     def max_model_len(self) -> int:
@@ -155,6 +166,15 @@ def _implementation(model: PreTrainedModel, max_model_len: int, native: bool) ->
     if native and Llama.computes(model):
         return Llama(model, max_model_len), "native"
     return TransformersModel(model), "transformers"
+
+
+def _matrix_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """Of the linear layers, and of the head."""
+    head = model.get_output_embeddings()
+    layers = [
+        module for module in model.modules() if type(module) in (nn.Linear, Conv1D) and module is not head
+    ]
+    return sum(layer.get_parameter("weight").numel() for layer in layers), head.weight.numel()
 
 
 def _checked_len(max_model_len: int | None, context_length: int) -> int:

@@ -100,6 +100,9 @@ class ScriptedDescription:
     num_threads: int = 1
     linear_kernels: str = "plain"
     implementation: str = "native"
+    matrix_parameters: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
 
 
 class ScriptedInferenceEngine(ScriptedEngine):

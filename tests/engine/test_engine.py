@@ -50,6 +50,7 @@ def test_a_folder_is_described(saved: Path) -> None:
     loaded = InferenceEngine.from_pretrained(str(saved), device="cpu", dtype="auto", num_threads=1)
     description = json.loads(json.dumps(dataclasses.asdict(loaded.description)))
     assert description.pop("device_name")
+    itemsize = 4 if description["dtype"] == "float32" else 2
     assert description.pop("linear_kernels") in ("packed (oneDNN)", "plain")
     assert description == {
         "model": str(saved),
@@ -62,6 +63,9 @@ def test_a_folder_is_described(saved: Path) -> None:
         "dtype": "float32" if not device._bf16_is_fast(torch.device("cpu")) else "bfloat16",
         "num_threads": 1,
         "implementation": "native",
+        "matrix_parameters": 2 * (48 * 48 * 3 + 3 * 48 * 64),
+        "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
+        "kv_bytes_per_token": 2 * 2 * 2 * 12 * itemsize,
     }
 
 

@@ -51,7 +51,9 @@ def test_logits_are_those_of_transformers(family: str, kernels: str, monkeypatch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_logits_are_those_of_fp32_nearly(family: str) -> None:
     config = copy.deepcopy(CONFIGS[family])
-    config.initializer_range = 0.1  # with the weights that keep greedy apart, rounding errors double in each layer
+    config.initializer_range = (
+        0.1  # with the weights that keep greedy apart, rounding errors double in each layer
+    )
     low = mixed_step(make_engine(config, dtype=torch.bfloat16))
     assert low.dtype == torch.bfloat16
     assert relative_difference(low, mixed_step(make_engine(config))) < 2e-2

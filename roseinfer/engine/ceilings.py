@@ -1,0 +1,60 @@
+"""What this machine can do at best, measured: products of packed linear layers, and reading memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from roseinfer.engine.linear import make_linear
+
+_ROWS: Final = 256
+_SHAPES: Final = ((3072, 768), (768, 3072))  # GPT-2's MLP, [out, in]
+_READ_BYTES: Final = 256 * 2**20
+_REPEATS: Final = 7
+
+
+def linear_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Multiplications and additions per second of the layers that the native models are made of, at 256 rows.
+
+    The mean of the two shapes of GPT-2's MLP; the median of a few repeats each.
+    """
+    rates = []
+    for shape in _SHAPES:
+        weight = torch.randn(shape, device=device, dtype=dtype)
+        x = torch.randn(_ROWS, shape[1], device=device, dtype=dtype)
+        layer = make_linear(weight, None)
+        rates.append(2 * _ROWS * weight.numel() / _seconds(lambda layer=layer, x=x: layer(x), device))
+    return statistics.mean(rates)
+
+
+def read_bytes_per_s(device: torch.device) -> float:
+    """Bytes per second at which one operator reads memory that no cache holds."""
+    data = torch.ones(_READ_BYTES // 4, device=device)
+    return _READ_BYTES / _seconds(data.sum, device)
+
+
+def _seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """The median time of one call, over repeats of as many calls as take 20 ms."""
+    with torch.inference_mode():
+        work()
+        once_s = _timed(work, 1, device)
+        calls = max(1, int(0.02 / once_s))
+        return statistics.median(_timed(work, calls, device) / calls for _ in range(_REPEATS))
+
+
+def _timed(work: Callable[[], torch.Tensor], calls: int, device: torch.device) -> float:
+    _finish(device)
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _finish(device)
+    return time.perf_counter() - start_s
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
