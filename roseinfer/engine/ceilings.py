@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -27,7 +28,7 @@ def linear_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
         weight = torch.randn(shape, device=device, dtype=dtype)
         x = torch.randn(_ROWS, shape[1], device=device, dtype=dtype)
         layer = make_linear(weight, None)
-        rates.append(2 * _ROWS * weight.numel() / _seconds(lambda layer=layer, x=x: layer(x), device))
+        rates.append(2 * _ROWS * weight.numel() / _seconds(partial(layer, x), device))
     return statistics.mean(rates)
 
 
