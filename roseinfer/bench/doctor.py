@@ -1,4 +1,4 @@
-"""`roseinfer-bench doctor`: what would be used on this machine and why, and how near to its ceilings the engine comes."""
+"""`roseinfer-bench doctor`: what would be used on this machine and why, and how near its ceilings the engine comes."""
 
 from __future__ import annotations
 
