@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -125,6 +126,24 @@ def plot(
 
 
 app.add_typer(gate)  # without a name: its commands are ours
+
+
+@app.command("doctor")
+def doctor(
+    model: Annotated[str, typer.Option(help="As for run.")] = "builtin:gpt2",
+    device: Annotated[str, typer.Option(help="As for run.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for run.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(help="As for run.")] = None,
+) -> None:
+    """Say what the engine would use here and why, and how near its ceilings it comes; the last line is JSON."""
+    from roseinfer.bench.doctor import examine
+    from roseinfer.openmp import sleep_while_waiting
+
+    sleep_while_waiting()
+    found = examine(
+        model, device=device, dtype=dtype, num_threads=num_threads, say=partial(print, flush=True)
+    )
+    print(json.dumps(found, allow_nan=False))
 
 
 def _version(show: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -135,7 +134,3 @@ def _decode_s(engine: InferenceEngine, batch: int, context: int) -> float:
     steps, _ = _steps(engine, prompts, 2 * DECODE_STEPS)
     full = [step for step in steps if [span.n_tokens for span in step.plan.spans] == [1] * batch]
     return statistics.median(map(_seconds, full))
-
-
-def as_json_line(found: dict[str, Any]) -> str:
-    return json.dumps(found, allow_nan=False)
