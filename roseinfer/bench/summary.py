@@ -99,6 +99,9 @@ SUMMARY_SCHEMA: Final = pa.schema(
     ]
 )
 
+SHORTEST_S: Final = 1e-3
+"""A run shorter than this has no rates: they would be made of the stamps' own errors."""
+
 Samples = Mapping[str, NDArray[np.float64]]
 """The measured values of each metric, in seconds."""
 
@@ -271,8 +274,9 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
 
 
 def _rates(row: Mapping[str, Any]) -> dict[str, float]:
-    """Nothing completed is no throughput: null, not 0."""
-    duration_s = row["duration_s"] if row["completed"] else np.nan
+    """Nothing completed is no throughput: null, not 0. Nor is there one where the clock cannot tell the duration."""
+    is_known = row["completed"] and row["duration_s"] >= SHORTEST_S
+    duration_s = row["duration_s"] if is_known else np.nan
     offered = row["offered"] or np.nan
     good = np.nan if row["good"] is None else row["good"]
     return {

@@ -550,3 +550,12 @@ def test_what_a_simulation_does_not_have_is_left_out() -> None:
     manifest = {"model": {**simulated, "device": "virtual clock"}, "environment": {"cores_usable": 2}}
     assert report.model_name(manifest) == "gpt2_cpu (no weights)"
     assert report.machine_name(manifest) == "virtual clock"
+
+
+def test_latency_from_sending_has_a_line_where_the_client_held_requests_back() -> None:  # case C13
+    rows = measured(interval_s=0.001)
+    held = rows.assign(permitted_s=rows["permitted_s"] + 0.02, sent_s=rows["sent_s"] + 0.02)
+    for frame, shown in ((rows, False), (held.assign(reserved_s=held["sent_s"]), True)):
+        (table,) = report.tables(summarise(frame, facts_by_cell(frame)))
+        assert ("  p99 from sending" in table) == shown
+        assert ("TTFT counts from the schedule" in table) == shown

@@ -515,3 +515,13 @@ def test_a_simulation_needs_no_repeats_to_be_compared() -> None:
 )
 def test_factors_are_named_with_their_values(factor: str, value: float, text: str) -> None:
     assert factor_text(factor, value) == text
+
+
+@pytest.mark.parametrize(("token_gap_s", "known"), [(0.0, False), (0.001, True)])
+def test_a_run_that_the_clock_cannot_tell_has_no_rates(token_gap_s: float, known: bool) -> None:  # case C9
+    rows = measured(burst_size=1, service_s=0.0, token_gap_s=token_gap_s)
+    rows["sent_s"] = rows["received_first_s"] - 1e-4
+    summary = summarise(rows, facts_by_cell(rows))
+    for rate in ("request_throughput", "output_throughput"):
+        assert summary[rate].notna().all() == known
+        assert not np.isinf(summary[rate]).any()
