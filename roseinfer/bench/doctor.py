@@ -35,18 +35,18 @@ def examine(model: str, *, device: str, dtype: str, num_threads: int | None, say
     from roseinfer.engine import InferenceEngine
     from roseinfer.engine.ceilings import linear_flops_per_s, read_bytes_per_s
 
-    environment = describe_environment()
-    say(
-        f"machine: {environment['cpu_model']}, {environment['cores_usable']} cores, {environment['memory_gib']} GiB"
-    )
-    versions: dict[str, str] = environment["versions"]  # type: ignore[assignment]
-    say("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     engine, theirs = (
         InferenceEngine.from_pretrained(
             model, device=device, dtype=dtype, num_threads=num_threads, native=native
         )
         for native in (True, False)
     )
+    environment = describe_environment()
+    say(
+        f"machine: {environment['cpu_model']}, {environment['cores_usable']} cores, {environment['memory_gib']} GiB"
+    )
+    versions: dict[str, str] = environment["versions"]  # type: ignore[assignment]
+    say("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     used = engine.description
     say(
         f"would use: {used.device} ({used.device_name}), {used.dtype}{_why(dtype, used.dtype)},"
