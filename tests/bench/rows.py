@@ -7,7 +7,9 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.records import REQUEST_SCHEMA
+from roseinfer.bench.summary import pooled, summarise
 from roseinfer.bench.validity import CellFacts
 
 SEND_GAP_S = 20e-6
@@ -109,3 +111,19 @@ def facts_by_cell(requests: pd.DataFrame) -> dict[tuple[str, int], CellFacts]:
             (r, repeats[repeats["repeat"] == r]) for r in map(int, repeats["repeat"].unique())
         )
     }
+
+
+def with_goals(rows: pd.DataFrame, *goals: str) -> pd.DataFrame:
+    return summarise(rows, facts_by_cell(rows), goals=[parse_goal(goal) for goal in goals])
+
+
+def summary_of(*repeats: pd.DataFrame, goals: tuple[str, ...] = ()) -> pd.DataFrame:
+    requests = pd.concat(repeats, ignore_index=True)
+    return summarise(requests, facts_by_cell(requests), goals=[parse_goal(goal) for goal in goals])
+
+
+def only(*repeats: pd.DataFrame, goals: tuple[str, ...] = ()) -> pd.Series[Any]:
+    """The pooled row of a summary of one cell."""
+    rows = pooled(summary_of(*repeats, goals=goals))
+    assert len(rows) == 1
+    return rows.iloc[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -90,3 +91,12 @@ def _served(rng: np.random.Generator, admitted: int, prompt_len: int) -> list[di
         }
         stamps += [{"tokenized_s": float(tokenized_s[index]), **done} for index in batch]
     return stamps
+
+
+@cache
+def simulated(limits: tuple[int | None, ...], flags: frozenset[tuple[str, Any]]) -> pd.DataFrame:
+    return simulate(limits, **dict(flags))[1]
+
+
+def sweep_summary(limits: tuple[int | None, ...] = (None, 16, 64), **flags: Any) -> pd.DataFrame:
+    return simulated(limits, frozenset(flags.items())).copy()
