@@ -93,6 +93,14 @@ def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) 
     )
 
 
+def idle_step_context(n: int, kv: list[LayerKV], device: torch.device) -> StepContext:
+    """A step of `n` decodes that all stand in slot 0 and see nothing but themselves: work without a request."""
+    decodes = [QueryGroup(slice(0, n), n, context=1, start=0, stride=0)]
+    slots = torch.zeros(n, dtype=torch.int64, device=device)
+    last = torch.arange(n, device=device)
+    return StepContext(kv=kv, slots=slots, decodes=decodes, prefills=[], last=last, lasts=decodes)
+
+
 def _slots_of(span: Span) -> NDArray[np.int64]:
     """Slots of positions 0 .. start + n_tokens - 1."""
     blocks = np.asarray(span.request.block_table, dtype=np.int64)

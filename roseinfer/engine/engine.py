@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _CPU_BATCHED_TOKENS = 512
 _CUDA_BATCHED_TOKENS = 8192
+_MOST_WARMED = 64
+"""Batch sizes above this are left cold: each costs tens of ms at start, and what it saves is small beside a step."""
+
 _CPU_KV_BYTES = 2 * 2**30
 _CUDA_KV_SHARE = 0.4
 
@@ -79,6 +82,7 @@ class InferenceEngine:
         self._tokenizer = loaded.tokenizer
         self._eos_token_ids = loaded.eos_token_ids
         self._kv = KVPool(layers, model.device, dtype)
+        self._warmed = 0  # batch sizes up to this
         self._kv_bytes = _CPU_KV_BYTES
         if model.device.type == "cuda":  # settled now: later on, earlier KV tensors count as memory in use
             self._kv_bytes = int(_CUDA_KV_SHARE * torch.cuda.mem_get_info(model.device)[0])
@@ -154,9 +158,15 @@ class InferenceEngine:
         return self._tokenizer.clone()
 
     def make_executor(self, *, num_kv_blocks: int, max_batch_size: int, clock: Clock) -> TorchExecutor:
-        """An executor of its own KV. Drop the last one before making the next: then its memory is used again."""
+        """An executor of its own KV. Drop the last one before making the next: then its memory is used again.
+
+        Every batch size was computed once when this returns (up to 64), so that no request pays for being the first.
+        """
         executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
         self._kv.lend(executor)
+        warmed = min(max_batch_size, _MOST_WARMED)
+        executor.warm_up(range(self._warmed + 1, warmed + 1))
+        self._warmed = max(self._warmed, warmed)
         return executor
 
 

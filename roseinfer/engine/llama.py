@@ -84,11 +84,20 @@ class Llama:
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:
         """ids, positions [tokens] -> logits [spans that sample, vocab]. Call under inference_mode."""
+        return self._forward(self._layers, ids, positions, step)
+
+    def warm_up(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> None:
+        """Uses every kernel once that `forward` would: one layer's, as all have the same shapes, and the head's."""
+        self._forward(self._layers[:1], ids, positions, step)
+
+    def _forward(
+        self, layers: list[_Layer], ids: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
         x = self._tokens[ids]
         cos, sin = self._cos[positions], self._sin[positions]
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(layers):
             query, key, value = self._heads(layer, layer.qkv(layer.norm_1(x)), cos, sin)
-            if index + 1 == len(self._layers):
+            if index + 1 == len(layers):
                 # Behind the last cache write nothing but the tokens that sample is of any use.
                 x = x[step.last]
                 mixed = attention_of_last(query[step.last], key, value, step, index)

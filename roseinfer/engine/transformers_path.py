@@ -32,3 +32,7 @@ class TransformersModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def warm_up(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> None:
+        """Uses every kernel once that `forward` would for a step of this size."""
+        self.forward(ids, positions, step)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from roseinfer.engine import device
 from roseinfer.engine.engine import InferenceEngine
+from roseinfer.engine.linear import Head
 from roseinfer.engine.loading import LoadedModel
 from roseinfer.errors import InputError, ModelError
 from roseinfer.tokenization import builtin_tokenizer
@@ -237,3 +238,26 @@ def test_a_config_without_a_context_length(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(type(model.config), "get_text_config", lambda self: SimpleNamespace())
     with pytest.raises(ModelError, match="max_position_embeddings"):
         InferenceEngine(LoadedModel(model, builtin_tokenizer(), frozenset(), "random"), name="tiny")
+
+
+# Its first step.
+
+
+def test_every_batch_size_was_computed_before_the_first_request_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # case I4
+    engine = make_engine(CONFIGS["llama"])
+    sizes: list[int] = []
+    compute = Head.__call__
+
+    def noted(head: Head, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return compute(head, x)
+
+    monkeypatch.setattr(Head, "__call__", noted)
+    seen = []
+    for max_batch_size in (5, 3, 7):
+        engine.make_executor(num_kv_blocks=8, max_batch_size=max_batch_size, clock=lambda: 0.0)
+        seen.append(list(sizes))
+        sizes.clear()
+    assert seen == [[1, 2, 3, 4, 5], [], [6, 7]]
