@@ -208,7 +208,8 @@ def _agreement(found: Figures) -> Figures:
 
 
 def _median(rounds: list[Figures], name: str, who: str, what: str = "seconds") -> float:
-    return statistics.median(one[name][who][what] for one in rounds)
+    seconds: list[float] = [one[name][who][what] for one in rounds]
+    return statistics.median(seconds)
 
 
 def _ratio(rounds: list[Figures], name: str, who: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -106,13 +107,17 @@ class Admission:
             self._not_started -= 1
             return True
 
-    def progress(self, ticket: Ticket, done_tokens: int) -> None:
-        """Takes computed tokens off the backlog."""
+    def progress(self, step: Iterable[tuple[Ticket, int]]) -> None:
+        """Takes the tokens that a step computed for each ticket off the backlog."""
+        started = TicketState.STARTED  # looking up a member of an enum takes long for a loop over tokens
+        done_tokens = 0
         with self._lock:
-            if ticket.state is TicketState.STARTED:
-                done = min(done_tokens, ticket.cost_tokens)
-                ticket.cost_tokens -= done
-                self._backlog_tokens -= done
+            for ticket, n_tokens in step:
+                if ticket.state is started:
+                    done = min(n_tokens, ticket.cost_tokens)
+                    ticket.cost_tokens -= done
+                    done_tokens += done
+            self._backlog_tokens -= done_tokens
 
     def release(self, ticket: Ticket, now: float) -> bool:
         """Gives the slot back. Harmless when called again: False, and nothing changes."""

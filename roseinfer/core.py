@@ -90,9 +90,9 @@ class Core:
 
         Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
         """
+        self.admission.progress([(span.request.ticket, span.n_tokens) for span in plan.spans])
         events = []
-        for span, token_id in zip(plan.spans, result.token_ids, strict=True):
-            request = span.request
+        for (request, _, _, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
             request.num_pending -= 1
             if request.finish_reason is not None:
                 continue
@@ -100,8 +100,7 @@ class Core:
                 if request.num_pending == 0:
                     events.append(self._end(request, now, FinishReason.ABORT))
                 continue
-            self.admission.progress(request.ticket, span.n_tokens)
-            if span.samples:
+            if samples:
                 if token_id is None:
                     raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
                 events.append(self._append_token(request, token_id, result.exec_end_s))
@@ -166,16 +165,19 @@ class Core:
         for request in self._live.values():
             if request.aborted and not request.num_pending:
                 raise InvariantError(f"request {request.request_id} was aborted and lingers")
-        inflight, limit = self.admission.inflight, self.admission.limit
-        if len(self._live) > inflight or (limit is not None and inflight > limit):
-            raise InvariantError(f"{len(self._live)} live, {inflight} in flight, limit {limit}")
+        # Before counting: meanwhile readers may give slots back, and callers may reserve.
+        counts, limit = self.admission.counts(), self.admission.limit
+        if counts.reserved != counts.inflight + counts.released or counts.backlog_tokens < 0:
+            raise InvariantError(f"admission contradicts itself: {counts}")
+        unread = sum(request.ticket.state is not TicketState.RELEASED for request in self._unread)
+        if len(self._live) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
+            raise InvariantError(
+                f"{len(self._live)} live, {unread} unread, {counts.inflight} in flight, limit {limit}"
+            )
 
     def _append_token(self, request: Request, token_id: int, now: float) -> TokenEvent:
         request.output_ids.append(token_id)
         request.token_times_s.append(now)
-        request.last_token_s = now
-        if request.first_token_s is None:
-            request.first_token_s = now
         if token_id in self.eos_token_ids and not request.params.ignore_eos:
             return self._end(request, now, FinishReason.STOP, token_id=token_id)
         if len(request.output_ids) == request.params.max_new_tokens:

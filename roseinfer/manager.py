@@ -223,6 +223,16 @@ class SchedulerManager:
         """Requests that are tokenising or wait for a seat now."""
         return self.admission.not_started
 
+    @property
+    def running(self) -> int:
+        """Requests that steps work on now."""
+        return len(self._core.scheduler.running)
+
+    @property
+    def died_of(self) -> BaseException | None:
+        """What ended the engine's loop, if it was not `close`."""
+        return self._died_of
+
     def counts(self) -> AdmissionCounts:
         """Admission's own account of the slots."""
         return self.admission.counts()

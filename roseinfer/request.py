@@ -75,8 +75,6 @@ class Request:
     reserved_s: float
     tokenized_s: float | None = None  # None for a prompt that came as token ids
     first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
     finished_s: float | None = None
     token_times_s: list[float] = field(default_factory=list)
 
@@ -86,6 +84,7 @@ class Request:
     arrival: int = -1  # place in submission order, set by the core
     block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
     num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
+    num_to_schedule: int = 0  # all that ever will be, known when it is admitted to run
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
     aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
 
@@ -99,6 +98,14 @@ class Request:
     def max_len(self) -> int:
         """Tokens that its KV is reserved for."""
         return self.prompt_len + self.params.max_new_tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        return self.token_times_s[0] if self.token_times_s else None
+
+    @property
+    def last_token_s(self) -> float | None:
+        return self.token_times_s[-1] if self.token_times_s else None
 
     @property
     def is_prefilled(self) -> bool:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import heapq
 from typing import Final, NamedTuple
 
-from roseinfer.admission import Admission
+from roseinfer.admission import Admission, TicketState
 from roseinfer.errors import InputError, InvariantError, check_whole
 from roseinfer.executor import Span, StepPlan
-from roseinfer.kv_cache import KVCache
+from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request
 
 STALE_SLACK: Final = 16
@@ -99,13 +99,16 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Stamps first_scheduled_s with `now`."""
-        budget = self.limits.max_num_batched_tokens
         spans = []
-        for request in self.running.values():
-            if request is not self._half_prefilled and self._wants_token(request):
-                spans.append(_take(request, 1))
-                budget -= 1
         half = self._half_prefilled
+        # Counted from what was asked for, not from what came: right with launched steps outstanding as well.
+        for request in self.running.values():
+            start = request.num_scheduled
+            if start < request.num_to_schedule and not request.aborted and request is not half:
+                request.num_scheduled = start + 1
+                request.num_pending += 1
+                spans.append(Span(request, start, 1, True))
+        budget = self.limits.max_num_batched_tokens - len(spans)
         if half is not None and not half.aborted and budget:
             spans.append(self._take_prefill(half, budget))
             budget -= spans[-1].n_tokens
@@ -128,14 +131,25 @@ class Scheduler:
             raise InvariantError("a request runs without KV blocks, or the reverse")
         ready = {request.request_id for _, request in self._ready}
         for request in self.waiting.values():
+            if request.ticket.state is not TicketState.RESERVED:
+                raise InvariantError(
+                    f"request {request.request_id} waits, its slot is {request.ticket.state}"
+                )
             if request.prompt_ids is not None and request.request_id not in ready:
                 raise InvariantError(f"request {request.request_id} is tokenised, waits, and would never run")
         for request in self.running.values():
+            if request.ticket.state is not TicketState.STARTED:
+                raise InvariantError(f"request {request.request_id} runs, its slot is {request.ticket.state}")
+            if len(request.block_table) != blocks_for(request.max_len):
+                raise InvariantError(f"request {request.request_id} has no KV blocks for all of its tokens")
             half = not request.is_prefilled
             if half and request is not self._half_prefilled:
                 raise InvariantError("more than one request is half-prefilled")
-            if request.num_scheduled > request.max_len - 1:  # the last token is sampled, never computed on
+            if request.num_scheduled > request.num_to_schedule:
                 raise InvariantError(f"request {request.request_id} was scheduled past its last token")
+            n_known = request.prompt_len + len(request.output_ids)
+            if request.num_pending < 0 or request.num_scheduled > n_known + request.num_pending:
+                raise InvariantError(f"request {request.request_id}: tokens were computed that nobody knows")
 
     def _head(self) -> Request | None:
         while self._ready:
@@ -155,23 +169,14 @@ class Scheduler:
         del self.waiting[head.request_id]
         self.running[head.request_id] = head
         head.block_table = self.kv_cache.allocate(head.request_id, head.max_len)
+        head.num_to_schedule = head.max_len - 1  # the last token is sampled, never computed on
         head.first_scheduled_s = now
         return True
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
-        span = _take(request, min(request.prompt_len - request.num_scheduled, budget))
+        start = request.num_scheduled
+        n_tokens = min(request.prompt_len - start, budget)
+        request.num_scheduled += n_tokens
+        request.num_pending += 1
         self._half_prefilled = None if request.is_prefilled else request
-        return span
-
-    @staticmethod
-    def _wants_token(request: Request) -> bool:
-        # Counted from what was asked for, not from what came: true with launched steps outstanding as well.
-        asked = 1 + request.num_scheduled - request.prompt_len
-        return not request.aborted and asked < request.params.max_new_tokens
-
-
-def _take(request: Request, n_tokens: int) -> Span:
-    start = request.num_scheduled
-    request.num_scheduled += n_tokens
-    request.num_pending += 1
-    return Span(request, start, n_tokens, samples=request.is_prefilled)
+        return Span(request, start, n_tokens, request.is_prefilled)

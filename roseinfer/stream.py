@@ -57,12 +57,14 @@ class Collector:
     def publish(self, events: list[TokenEvent]) -> None:
         """Delivers a step's events. Called by the engine thread."""
         with self._condition:
+            mailboxes = self._mailboxes
             for event in events:
-                take = self._mailboxes.get if event.finish_reason is None else self._mailboxes.pop
-                mailbox = take(event.request_id, None)
-                if (
-                    mailbox is not None
-                ):  # a dying engine may end a request that its caller is just taking back
+                if event.finish_reason is None:
+                    mailbox = mailboxes.get(event.request_id)
+                else:
+                    mailbox = mailboxes.pop(event.request_id, None)
+                # A dying engine may end a request that its caller is just taking back.
+                if mailbox is not None:
                     mailbox._events.append(event)
             self._condition.notify_all()
             woken = {loop: self._take_served(loop) for loop in list(self._async_readers)}

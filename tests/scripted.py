@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from roseinfer.admission import Admission
+from roseinfer.admission import Admission, TicketState
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
@@ -176,6 +176,8 @@ class CoreDriver:
 
     def took(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         self.core.check()
+        unread = [r for r in self.core._unread if r.ticket.state is not TicketState.RELEASED]
+        assert self.core.admission.inflight == len(self.core) + len(unread)  # beside threads it may be more
         self.events.extend(events)
         return list(events)
 

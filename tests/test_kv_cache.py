@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from roseinfer.errors import InvariantError
 from roseinfer.executor import KV_BLOCK_TOKENS
 from roseinfer.kv_cache import KVCache, blocks_for
 
 N_BLOCKS = 12
-operations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, N_BLOCKS * KV_BLOCK_TOKENS)), max_size=60)
+request_ids = st.integers(0, 5)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
@@ -17,28 +17,48 @@ def test_a_block_is_taken_for_every_begun_sixteen_tokens(tokens: int, blocks: in
     assert blocks_for(tokens) == blocks
 
 
-@given(operations)
-def test_free_and_owned_blocks_are_the_whole_after_any_operations(
-    wishes: list[tuple[int, int]],
-) -> None:  # case B3
-    cache = KVCache(N_BLOCKS)
-    owned: dict[int, list[int]] = {}
-    for request_id, n_tokens in wishes:
-        if request_id in owned:
-            cache.free(request_id)
-            del owned[request_id]
-        elif cache.can_allocate(n_tokens):
-            owned[request_id] = list(cache.allocate(request_id, n_tokens))
-            assert len(owned[request_id]) == blocks_for(n_tokens)
-        cache.check()
-        blocks = [block for table in owned.values() for block in table]
-        assert len(set(blocks)) == len(blocks), "two requests share a block"
-        assert set(blocks) <= set(range(N_BLOCKS))
-        assert cache.used_tokens == len(blocks) * KV_BLOCK_TOKENS
-        assert cache.owners() == owned.keys()
-        left = cache.capacity_tokens - cache.used_tokens
-        assert cache.can_allocate(left)
-        assert not cache.can_allocate(left + 1)
+class Bookkeeping(RuleBasedStateMachine):
+    """Any order of requests that come, go, ask for too much, or are freed by mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(N_BLOCKS)
+        self.owned: dict[int, list[int]] = {}  # what each request was told that it owns
+
+    @rule(request_id=request_ids, n_tokens=st.integers(0, (N_BLOCKS + 1) * KV_BLOCK_TOKENS))
+    def allocate(self, request_id: int, n_tokens: int) -> None:
+        n_left = N_BLOCKS - sum(map(len, self.owned.values()))
+        assert self.cache.can_allocate(n_tokens) == (blocks_for(n_tokens) <= n_left)
+        if request_id in self.owned or blocks_for(n_tokens) > n_left:
+            with pytest.raises(InvariantError):
+                self.cache.allocate(request_id, n_tokens)
+        else:
+            self.owned[request_id] = list(self.cache.allocate(request_id, n_tokens))
+            assert len(self.owned[request_id]) == blocks_for(n_tokens)
+
+    @rule(request_id=request_ids)
+    def free(self, request_id: int) -> None:
+        if self.owned.pop(request_id, None) is None:  # never allocated, or freed before
+            with pytest.raises(InvariantError):
+                self.cache.free(request_id)
+        else:
+            self.cache.free(request_id)
+
+    @invariant()
+    def free_and_owned_are_the_whole(self) -> None:
+        self.cache.check()
+        blocks = [block for table in self.owned.values() for block in table]
+        assert len(self.cache._free) + len(blocks) == N_BLOCKS
+        assert set(blocks) | set(self.cache._free) == set(range(N_BLOCKS))
+        assert self.cache.used_tokens == len(blocks) * KV_BLOCK_TOKENS
+
+    @invariant()
+    def tables_stay_as_they_were_given_out(self) -> None:
+        assert self.cache._owned == self.owned
+        assert self.cache.owners() == self.owned.keys()
+
+
+test_free_and_owned_blocks_are_the_whole_after_any_operations = Bookkeeping.TestCase  # case B3
 
 
 def test_a_request_cannot_own_two_tables() -> None:

@@ -92,8 +92,8 @@ class NoIdsExecutor:
         return NoIds()
 
 
-def bad_books(manager: SchedulerManager, engine: ScriptedEngine) -> None:
-    manager._core.scheduler.kv_cache._free.clear()
+def no_way_in(manager: SchedulerManager, engine: ScriptedEngine) -> None:
+    manager._core.scheduler.kv_cache.can_allocate = lambda n_tokens: False  # type: ignore[method-assign]
 
 
 def bad_listener(manager: SchedulerManager, engine: ScriptedEngine) -> None:
@@ -114,7 +114,7 @@ def no_exception(manager: SchedulerManager, engine: ScriptedEngine) -> None:
     ("damage", "kind"),
     [
         (bad_ids, ValueError),
-        (bad_books, InvariantError),
+        (no_way_in, InvariantError),
         (bad_listener, OSError),
         (no_exception, SystemExit),
     ],

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from roseinfer.tokenization import (
     BUILTIN_BYTE_IDS,
@@ -95,6 +95,23 @@ def test_joined_pieces_are_the_text_of_all_ids(ids: list[int]) -> None:  # case 
     assert "".join(pieces) + tail == TOKENIZER.decode(ids)
 
 
+@pytest.mark.parametrize("text", ["a\u4e16b", "\U0001f469\u200d\U0001f467 \u00fc!", "x\u0301\u00e9\u20ac"])
+def test_a_character_cut_at_any_byte_is_shown_once_it_is_whole(text: str) -> None:  # case E10
+    """A token a byte, and the stream ends behind each of them."""
+    alphabet = {char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    of_bytes = FastTokenizer(Tokenizer(models.BPE(vocab=alphabet, merges=[])))
+    of_bytes.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    of_bytes.tokenizer.decoder = decoders.ByteLevel()
+    data = text.encode()
+    ids = of_bytes.encode(text)
+    assert len(ids) == len(data)
+    for cut in range(len(data) + 1):
+        pieces, tail = streamed(ids[:cut], of_bytes)
+        whole = data[:cut].decode(errors="ignore")
+        assert "".join(pieces) == whole
+        assert tail == data[:cut].decode(errors="replace")[len(whole) :]
+
+
 def test_spaces_survive_a_decoder_that_strips_the_first() -> None:
     vocab = {"<unk>": 0, "▁the": 1, "▁cat": 2, "s": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     model = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -129,7 +146,7 @@ def test_clones_in_eight_threads() -> None:  # case B13
     assert answers == [TOKENIZER.encode(MIXED)] * 160
 
 
-def test_encoding_a_megabyte_lets_other_threads_run() -> None:
+def test_encoding_a_megabyte_lets_other_threads_run() -> None:  # case B28
     text = "Hello" * 200_000
     gaps = [0.0]
     running, done = threading.Event(), threading.Event()

@@ -18,13 +18,18 @@ NUM_BLOCKS = 64
 
 
 class Driver:
-    """An executor and its requests. Block tables are scattered over the cache and never in order."""
+    """An executor and its requests. Block tables are scattered over the cache and never in order.
+
+    After every step, what a step must leave is checked.
+    """
 
     def __init__(self, engine: InferenceEngine, num_blocks: int = NUM_BLOCKS) -> None:
         ticks = count()
         self.executor = engine.make_executor(
             num_kv_blocks=num_blocks, max_batch_size=32, clock=lambda: float(next(ticks))
         )
+        self._num_blocks = num_blocks
+        self._requests: list[Request] = []
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
         self._ids = count()
@@ -37,6 +42,7 @@ class Driver:
         request = Request(next(self._ids), sampling, ticket, seed, list(prompt), 0.0)
         for _ in range(-(-request.max_len // KV_BLOCK_TOKENS)):
             request.block_table.append(self._free.pop())
+        self._requests.append(request)
         return request
 
     def release(self, request: Request) -> None:
@@ -58,7 +64,18 @@ class Driver:
             span.request.num_scheduled += span.n_tokens
             if token_id is not None:
                 span.request.output_ids.append(token_id)
+        self._check(plan, result)
         return result
+
+    def _check(self, plan: StepPlan, result: StepResult) -> None:
+        assert [span.samples for span in plan.spans] == [
+            token_id is not None for token_id in result.token_ids
+        ]
+        assert result.exec_start_s < result.exec_end_s  # its clock ticks with every reading
+        blocks = [*self._free, *(block for request in self._requests for block in request.block_table)]
+        assert sorted(blocks) == list(range(self._num_blocks)), "an executor changed a block table"
+        for request in self._requests:
+            assert 0 <= request.num_scheduled <= request.prompt_len + len(request.output_ids)
 
     def logits(self, *work: Request | tuple[Request, int]) -> torch.Tensor:
         """Logits of the step, which is computed but not counted."""

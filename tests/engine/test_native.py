@@ -73,6 +73,28 @@ def test_other_neighbours_of_the_same_shapes_change_no_bit(family: str) -> None:
     assert torch.equal(logits(30), logits(60))
 
 
+@pytest.mark.parametrize("kernels", ["packed", "plain"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_neighbours_of_the_same_shapes_change_no_bit_of_a_decode(
+    family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # case B21
+    if kernels == "plain":
+        monkeypatch.setattr(linear, "packing_works", lambda dtype: False)
+
+    def logits(stranger: int) -> torch.Tensor:
+        driver = Driver(make_engine(CONFIGS[family]))
+        requests = [
+            driver.request([salt + i for i in range(length)])
+            for salt, length in ((stranger, 9), (1, 20), (stranger, 33), (stranger, 20))
+        ]
+        driver.step(*requests)
+        for request in requests:  # the stranger's first tokens are to differ, mine is not
+            request.output_ids[:] = [11 if request is requests[1] else stranger]
+        return driver.logits(*requests)[1]
+
+    assert torch.equal(logits(30), logits(60))
+
+
 def _gpt2(**changes: Any) -> GPT2Config:
     return GPT2Config(**{**CONFIGS["gpt2"].to_dict(), **changes})
 
