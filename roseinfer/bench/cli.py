@@ -33,6 +33,9 @@ app = typer.Typer(
     help="What does an admission limit do to the tail latency of an LLM server, and which limit should I set?",
 )
 
+_NOT_KEPT = {"target": "URL", "target_cmd": "CMD"}
+"""What a run keeps only a part of, besides paths, and what stands there."""
+
 Options = TypeVar("Options", bound=RunOptions)
 
 
@@ -186,9 +189,10 @@ def _saved_options(path: Path, given: Collection[str]) -> dict[str, Any]:
             "--resume", str(path), f"was made with flags unknown here: {', '.join(sorted(unknown))}"
         )
     if missing := [field for field in unkept if field not in given]:
+        hosts = " and no hosts" if "target" in missing else ""
         made_with = " and ".join(f"{flag(field)} {names[field]}" for field in missing)
-        again = " ".join(f"{flag(field)} PATH" for field in missing)
-        why = f"was made with {made_with}, and a run keeps no places of files: add {again}"
+        again = " ".join(f"{flag(field)} {_NOT_KEPT.get(field, 'PATH')}" for field in missing)
+        why = f"was made with {made_with}, and a run keeps no places of files{hosts}: add {again}"
         raise InputError("--resume", str(path), why)
     return {name: value for name, value in values.items() if value != known[name]}
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
+from urllib.parse import urlsplit
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _VERSIONS_OF: Final = ("roseinfer", "torch", "transformers", "numpy", "pyarrow")
@@ -33,7 +34,13 @@ _THREAD_VARIABLES: Final = (
     "RAYON_NUM_THREADS",
     "TOKENIZERS_PARALLELISM",
 )
+REMOTE: Final = "remote"
+"""Stands for the name of any other machine."""
+
 _GIT_TIMEOUT_S: Final = 2.0
+_SECRET: Final = re.compile(
+    r"(--?[\w-]*(?:api-?key|secret|password)(?![\w-])[= ]\s*|\b\w*(?:TOKEN|KEY|SECRET|PASSWORD)=)\S+"
+)
 _URL_OR_PATH: Final = re.compile(r"""https?://\S+|(?<![\w.~/])(?:~\w*|\.\.?)?/[^\s"']+""")
 
 
@@ -61,16 +68,42 @@ def describe_environment() -> dict[str, object]:
 
 
 def public_command(argv: Iterable[str]) -> str:
-    """The command line for a shell, with every path cut to its last part and no password in a URL.
+    """The command line for a shell: paths cut to their last part, and neither hosts, but this one, nor passwords.
 
     `org/name` is kept: on this command line it is a model on the hub, and as a path it tells nothing.
     """
-    return shlex.join(_public(word) for word in argv)
+    words, public = list(argv), list[str]()
+    for before, word in zip(["", *words], words, strict=False):
+        public.append(public_words(word) if before == "--target-cmd" else _public(word))
+    return shlex.join(public)
 
 
 def public_text(text: str) -> str:
     """`text`, an exception's say, with paths cut to their last part."""
     return _public_part(text)
+
+
+def public_words(command: str) -> str:
+    """A command line that is one word of ours, as `public_command` has ours; its own words have no spaces in them."""
+    return " ".join(map(_public, _SECRET.sub(r"\1***", command).split()))
+
+
+def is_loopback(host: str) -> bool:
+    """`host` is this machine by any of its own names, none of which tells who measured."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def public_url(url: str) -> str:
+    """`url` without credentials and query; of a host other than this one it says "remote", and no port."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:  # no URL after all
+        return f"http://{REMOTE}"
+    if not is_loopback(host):
+        return f"{parts.scheme}://{REMOTE}{parts.path}"
+    where = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{where}{'' if port is None else f':{port}'}{parts.path}"
 
 
 class GcPause(NamedTuple):
@@ -122,6 +155,7 @@ class GcPauses:
 
 
 def _public(word: str) -> str:
+    word = _SECRET.sub(r"\1***", word)
     option, value = re.fullmatch(r"((?:--?[\w-]+|\w+)=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     return option + ",".join(map(_public_part, value.split(",")))
 
@@ -135,9 +169,7 @@ def _public_part(part: str) -> str:
 
 
 def _public_match(found: str) -> str:
-    if found.startswith("http"):
-        return re.sub(r"://[^/]*@", "://", found)
-    return Path(found).name
+    return public_url(found) if found.startswith("http") else Path(found).name
 
 
 def _cpu_model() -> str:

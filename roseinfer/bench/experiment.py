@@ -9,10 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from roseinfer.bench.environment import public_url, public_words
 from roseinfer.bench.flag_values import LARGEST, check_spread, whole_numbers, wrong
+from roseinfer.bench.http_options import LIMIT_WORD
 from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
 from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
-from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, TARGETS, RunOptions
+from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, RunOptions, is_url
+from roseinfer.bench.target_flags import check_target, unread
 from roseinfer.errors import InputError
 from roseinfer.model_source import local_path
 
@@ -37,19 +40,7 @@ _LEAST: Final = {
     "prefix_len": 0,
 }
 _LONGEST_TEXT: Final = 10_000_000
-_OF_ENGINES: Final = (
-    "model",
-    "device",
-    "dtype",
-    "num_threads",
-    "prompt",
-    "prefix_len",
-    "pretok",
-    "tokenize_workers",
-    "stop_at_eos",
-    "warmup_runs",
-)
-"""Flags that a simulated engine has no use for: it has no weights, and no text."""
+DEFAULT_MODEL: Final = "builtin:gpt2"
 
 
 class Cell(NamedTuple):
@@ -113,7 +104,7 @@ class Experiment:
             raise wrong("max_num_batched_tokens", o, f"must exceed --max-batch-size ({o.max_batch_size})")
         if not 0 <= o.max_error_share <= 1:
             raise wrong("max_error_share", o, "must lie in [0, 1]")
-        _check_target(o, given)
+        check_target(o, given)
         replay = None if o.workload is None else _replay(o)
         trace = None if o.trace is None else _trace(o)
         load = load_of(o, given, replays_closed_loop=replay is not None and replay.is_closed)
@@ -147,24 +138,64 @@ class Experiment:
 
         Of a file the last part of its path only, as of a local model.
         """
-        values = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        values["model"] = self.model_name
+        left_out = {*NOT_CONFIGURATION, *unread(self.options.target)}
+        values = {
+            field.name: getattr(self.options, field.name)
+            for field in fields(self.options)
+            if field.name not in left_out
+        }
+        if "warmup_runs" in values:
+            values["warmup_runs"] = self.warmup_runs
+        if self.is_http:
+            values["target"] = public_url(self.options.target)
+            if (command := self.options.target_cmd) is not None:
+                values["target_cmd"] = public_words(command)
+            if (tokenizer := self.options.tokenizer) is not None:
+                values["tokenizer"] = Path(tokenizer).absolute().name
+        elif "model" in values:
+            values["model"] = self.model_name
         return {
             name.replace("_", "-"): value.name if isinstance(value, Path) else value
             for name, value in values.items()
-            if name not in NOT_CONFIGURATION and not (self.options.target == "sim" and name in _OF_ENGINES)
         }
+
+    @property
+    def is_http(self) -> bool:
+        """The target is a server."""
+        return is_url(self.options.target)
+
+    @property
+    def model(self) -> str:
+        """What the engine computes."""
+        return self.options.model or DEFAULT_MODEL
 
     @property
     def model_name(self) -> str:
         """The model as records may name it: of a local one the last part only, since a path tells who measured."""
-        path = local_path(self.options.model)
-        return path.absolute().name if path.exists() else self.options.model
+        path = local_path(self.model)
+        return path.absolute().name if path.exists() else self.model
+
+    @property
+    def warmup_runs(self) -> int:
+        if self.options.warmup_runs is None:
+            return 0 if self.is_http else 1
+        return self.options.warmup_runs
+
+    @property
+    def sends_token_ids(self) -> bool:
+        """Prompts are not sent as text."""
+        o = self.options
+        return o.pretok or (self.is_http and o.tokenizer is not None and o.api == "completions")
 
     @property
     def tokenize_workers(self) -> int:
         """0 where token ids are sent: there is nothing to tokenise."""
         return 0 if self.options.pretok else self.options.tokenize_workers
+
+    def server_of(self, cell: Cell) -> object:
+        """Equal for cells that are run on one and the same server; of others than --target-cmd starts all are."""
+        command = self.options.target_cmd
+        return cell.max_inflight if command is not None and LIMIT_WORD in command else None
 
     def offered(self, cell: Cell) -> int | None:
         """Requests of a cell and repeat, as far as the flags alone say it."""
@@ -178,20 +209,6 @@ class Experiment:
         from roseinfer.bench.fit import check_fits
 
         check_fits(self, context_tokens, given_tokens=given_tokens, special_tokens=0, replay=self.replay)
-
-
-def _check_target(o: RunOptions, given: Collection[str]) -> None:
-    if o.target not in TARGETS:
-        raise wrong("target", o, f"must be {' or '.join(TARGETS)}")
-    if o.target == "engine":
-        if o.cost_model is not None:
-            raise wrong("cost_model", o, "needs --target sim")
-        return
-    if o.cost_model is None:
-        raise wrong("target", o, "needs --cost-model")
-    for field in _OF_ENGINES:
-        if field in given and getattr(o, field) not in (None, False):
-            raise wrong(field, o, "contradicts --target sim, which has no model and no text")
 
 
 def _trace(o: RunOptions) -> Trace:

@@ -30,7 +30,7 @@ from roseinfer.bench.figure_style import (
     span_text,
 )
 from roseinfer.bench.labels import label_cells, limit_title, limits_of
-from roseinfer.bench.records import Outcome
+from roseinfer.bench.records import HTTP, Outcome
 
 STAGES: Final = (
     ("tokenise", "reserved_ms", "tokenized_ms", GREEN),
@@ -40,9 +40,17 @@ STAGES: Final = (
 )
 """(name, column where it starts, column where it ends, colour) of the bars."""
 
+CLIENTS_STAGES: Final = (
+    ("until the first text", "sent_ms", "received_first_ms", SKY),
+    ("until the last", "received_first_ms", "received_last_ms", ORANGE),
+)
+"""The bars of a server's requests, of which only what their client saw is known."""
+
 _MAX_ROWS: Final = 256
 _PANEL_HEIGHT_IN: Final = 4.2
-_STAMPS: Final = ("reserved tokenized queued first_scheduled first_token last_token rejected ended").split()
+_STAMPS: Final = (
+    "sent reserved tokenized queued first_scheduled first_token last_token received_first received_last rejected ended"
+).split()
 
 
 def gantt_data(requests: pd.DataFrame) -> pd.DataFrame:
@@ -57,7 +65,8 @@ def gantt_data(requests: pd.DataFrame) -> pd.DataFrame:
     drawn = label_cells(pd.concat([_first_burst(cell) for _, cell in cells]))
     drawn = drawn.assign(queued_s=drawn["tokenized_s"].fillna(drawn["reserved_s"]))
     stamps = {f"{name}_ms": 1000 * (drawn[f"{name}_s"] - drawn["scheduled_s"]) for name in _STAMPS}
-    columns = ["combination", "limit", "repeat", "is_burst", "request_index", "outcome"]
+    drawn = drawn.assign(is_remote=drawn["target"] == HTTP)
+    columns = ["combination", "limit", "repeat", "is_burst", "is_remote", "request_index", "outcome"]
     return drawn[columns].assign(**stamps)
 
 
@@ -75,7 +84,8 @@ def _first_burst(cell: pd.DataFrame) -> pd.DataFrame:
 @matplotlib.rc_context(STYLE)
 def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
     """A burst per limit, side by side on one time axis; `burst` holds one combination of `gantt_data`."""
-    is_burst = bool(burst["is_burst"].iloc[0])
+    is_burst, is_remote = bool(burst["is_burst"].iloc[0]), bool(burst["is_remote"].iloc[0])
+    stages = CLIENTS_STAGES if is_remote else STAGES
     limits = limits_of(burst)
     combination = str(burst["combination"].iloc[0])
     figure, panels = panel_grid(len(limits), 1, width_in=4.2, height_in=_PANEL_HEIGHT_IN)
@@ -85,7 +95,11 @@ def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
         rows = burst[burst["limit"] == limit].reset_index(drop=True)
         step = -(-len(rows) // _MAX_ROWS)
         _draw_burst(
-            axes, rows[rows.index % step == 0], step, row_points=72 * _PANEL_HEIGHT_IN * step / len(rows)
+            axes,
+            rows[rows.index % step == 0],
+            stages,
+            step,
+            row_points=72 * _PANEL_HEIGHT_IN * step / len(rows),
         )
         axes.set_title(_title(limit, rows["outcome"], step))
         axes.set_xlim(-0.02 * end_ms, 1.02 * end_ms)
@@ -93,7 +107,7 @@ def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
         axes.set_xlabel(f"time since {'the burst began' if is_burst else 'the request was due'} (ms)")
         axes.set_ylabel("request, in order of arrival")
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-    marks: list[Artist] = [Patch(color=colour, label=name) for name, _, _, colour in STAGES]
+    marks: list[Artist] = [Patch(color=colour, label=name) for name, _, _, colour in stages]
     marks.append(_mark([], [], VERMILLION, "|", 7, label="rejected"))
     if not burst["outcome"].isin([Outcome.COMPLETED, Outcome.REJECTED]).all():
         marks.append(_mark([], [], BLACK, "x", 5, label="ended otherwise"))
@@ -101,14 +115,21 @@ def draw_gantt(burst: pd.DataFrame, caption: Caption) -> Figure:
     title = ", ".join(filter(None, [f"{what}, request by request", combination]))
     facts = (
         f"Repeat {span_text(burst['repeat'])}, {'its first burst' if is_burst else 'from its middle'};"
-        f" n={span_text(burst.groupby('limit').size())} requests. Stamps of the engine; zero is the scheduled send."
+        f" n={span_text(burst.groupby('limit').size())} requests. Stamps of the"
+        f" {'client' if is_remote else 'engine'}; zero is the scheduled send."
     )
     dress(figure, title, marks, caption, facts)
     return figure
 
 
-def _draw_burst(axes: Axes, rows: pd.DataFrame, height: int, row_points: float) -> None:
-    for name, start, end, colour in STAGES:
+def _draw_burst(
+    axes: Axes,
+    rows: pd.DataFrame,
+    stages: tuple[tuple[str, str, str, str], ...],
+    height: int,
+    row_points: float,
+) -> None:
+    for name, start, end, colour in stages:
         bars = rows.dropna(subset=[start, end])
         left, right = bars[start].to_numpy(), bars[end].to_numpy()
         top = bars.index.to_numpy() - 0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import pandas as pd
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.records import HTTP
 from roseinfer.bench.rows import CellResult
 from roseinfer.bench.stats import PERCENTILE_METHOD
 from roseinfer.bench.store import RunFolder
@@ -21,10 +22,14 @@ from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload
 
 
 class Target(Protocol):
-    """What is measured: an engine in this process, or a simulated one."""
+    """What is measured: an engine in this process, a simulated one, or a server."""
 
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat."""
+        ...
+
+    def end_block(self) -> None:
+        """All cells of a repeat were run; what one repeat started, the next does not find."""
         ...
 
 
@@ -37,14 +42,20 @@ class Progress(Protocol):
 def order(experiment: Experiment) -> list[list[Cell]]:
     """The cells in the order of each repeat: a block that holds every cell once, in seeded shuffled order.
 
-    Cells are so paired within a block, and a machine that drifts hits all of them alike.
+    Cells are so paired within a block, and a machine that drifts hits all of them alike. Those that share a server
+    which is started for them follow each other: then servers are shuffled, and the cells of each.
     """
-    cells = experiment.cells
-    rngs = [
-        np.random.default_rng([experiment.options.seed, repeat])
-        for repeat in range(experiment.options.repeats)
-    ]
-    return [[cells[i] for i in rng.permutation(len(cells))] for rng in rngs]
+    servers: dict[object, list[Cell]] = {}
+    for cell in experiment.cells:
+        servers.setdefault(experiment.server_of(cell), []).append(cell)
+    blocks = []
+    for repeat in range(experiment.options.repeats):
+        rng = np.random.default_rng([experiment.options.seed, repeat])
+        groups = list(servers.values())
+        if len(groups) > 1:
+            groups = [groups[i] for i in rng.permutation(len(groups))]
+        blocks.append([cells[i] for cells in groups for i in rng.permutation(len(cells))])
+    return blocks
 
 
 def manifest(
@@ -57,7 +68,7 @@ def manifest(
     """What run.json says about a run before it starts. `model` describes what computes."""
     return {
         "command": command,
-        "target": experiment.options.target,
+        "target": HTTP if experiment.is_http else experiment.options.target,
         "configuration": experiment.configuration(),
         "seed": experiment.options.seed,
         "slos": list(experiment.slos),
@@ -72,20 +83,30 @@ def manifest(
     }
 
 
-def warm_up(experiment: Experiment, target: Target, source: WorkloadSource, progress: Progress) -> None:
-    """Unrecorded bursts with prompts of their own: first-time costs fall here.
+def warm_up_bursts(experiment: Experiment, source: WorkloadSource) -> Iterator[tuple[Cell, Workload]]:
+    """What `warm_up` runs, with the shape of the cells that it is for.
 
-    Their limit is what runs at a time, so that every batch size that the measurement can meet is met here, and they
-    are twice as large, so that refusals are met too. However long the measurement is, they are no longer than that.
+    A burst is twice as large as what runs at a time, so that refusals are met too. However long the measurement is,
+    it is no longer than that.
     """
     options = experiment.options
     limit = min(options.max_batch_size, options.max_active_requests or options.max_batch_size)
     size = min(2 * limit, experiment.load.max_concurrency or 2 * limit)
-    for run in range(options.warmup_runs):
-        progress(f"warm-up {run + 1}/{options.warmup_runs}")
+    for run in range(experiment.warmup_runs):
         for shape in dict.fromkeys(cell.shape for cell in experiment.cells):
-            burst = _first_at_once(source.draw(shape, WARM_UP + run), size)
-            target.run(shape._replace(max_inflight=limit), burst)
+            yield shape._replace(max_inflight=limit), _first_at_once(source.draw(shape, WARM_UP + run), size)
+
+
+def warm_up(experiment: Experiment, target: Target, source: WorkloadSource, progress: Progress) -> None:
+    """Unrecorded bursts with prompts of their own: first-time costs fall here.
+
+    Their limit is what runs at a time, so that every batch size that the measurement can meet is met here.
+    """
+    shapes = len({cell.shape for cell in experiment.cells})
+    for number, (cell, burst) in enumerate(warm_up_bursts(experiment, source)):
+        if number % shapes == 0:
+            progress(f"warm-up {number // shapes + 1}/{experiment.warmup_runs}")
+        target.run(cell, burst)
 
 
 def _first_at_once(workload: Workload, most: int) -> Workload:
@@ -116,8 +137,11 @@ def measure(
             progress(f"repeat {repeat + 1}/{len(blocks)}, {cell.cell_id}", done, total)
             result = target.run(cell, source.draw(cell.shape, repeat))
             facts = {**result.facts.to_json(), **result.notes}
-            folder.write_cell(cell.cell_id, repeat, result.requests, result.steps, facts)
+            folder.write_cell(
+                cell.cell_id, repeat, result.requests, result.steps, facts, attempts=result.attempts
+            )
             done += 1
+        target.end_block()
 
 
 def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:

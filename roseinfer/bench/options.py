@@ -13,25 +13,30 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from roseinfer.bench.http_options import HttpOptions
 from roseinfer.bench.load_options import LoadOptions, decimal_option, whole_option
 from roseinfer.errors import InputError
 
 NO_LIMIT: Final = "0 means no limit"
 DEVICES: Final = ("auto", "cpu", "cuda")
 TARGETS: Final = ("engine", "sim")
+URL_SCHEMES: Final = ("http://", "https://")
 DTYPES: Final = ("auto", "float32", "fp32", "bfloat16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(LoadOptions):
+class RunOptions(LoadOptions, HttpOptions):
     """What both commands take. Values are as typed; `Experiment.from_options` checks them."""
 
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--model", "--hf-model-id", help="builtin:gpt2, a Hugging Face folder, a .gguf file or a hub id."
+            "--model",
+            "--hf-model-id",
+            help="builtin:gpt2 (the default), a Hugging Face folder, a .gguf file or a hub id. Of a server the name"
+            " that it has there; default: the only one that it lists.",
         ),
-    ] = "builtin:gpt2"
+    ] = None
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")] = "auto"
     dtype: Annotated[
         str, typer.Option(help="auto (bfloat16 where it is fast, else float32), float32 or bfloat16.")
@@ -43,7 +48,10 @@ class RunOptions(LoadOptions):
 
     target: Annotated[
         str,
-        typer.Option(help="engine (a model in this process) or sim (a virtual clock, with --cost-model)."),
+        typer.Option(
+            help="engine (a model in this process), sim (a virtual clock, with --cost-model) or the URL of a server"
+            " with OpenAI's API, up to /v1."
+        ),
     ] = "engine"
     cost_model: Annotated[
         Path | None,
@@ -73,7 +81,9 @@ class RunOptions(LoadOptions):
         bool, typer.Option("--stop-at-eos", help="Let the end-of-sequence token end a request.")
     ] = False
 
-    warmup_runs: Annotated[int, whole_option(help="Bursts that are run first and not recorded.")] = 1
+    warmup_runs: Annotated[
+        int | None, whole_option(help="Bursts that are run first and not recorded. Default 1; of a server 0.")
+    ] = None
     repeats: Annotated[
         int, whole_option("--repeats", "--repeat-runs", help="Times that each cell is measured.")
     ] = 1
@@ -156,6 +166,11 @@ _SECOND_NAMES: Final = {
     "max-inflight-requests": "max_inflight",
     "repeat-runs": "repeats",
 }
+
+
+def is_url(target: str) -> bool:
+    """The target is a server. Of others `target` is one of TARGETS."""
+    return target.lower().startswith(URL_SCHEMES)
 
 
 def flag(field: str) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, overload
+from typing import Final, Protocol, TypeVar, overload
 
 import numpy as np
 
 from roseinfer.errors import InputError
-from roseinfer.manager import Prompt
 
 POOL_WORDS: Final = 4096
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _ATTEMPTS: Final = 8
 
 
-class Prompts(Sequence[Prompt]):
-    """The prompts of a workload; each is made when it is asked for, since a million of them are much to keep."""
+Made = TypeVar("Made")
 
-    def __init__(self, make: Callable[[int], Prompt], n: int) -> None:
+
+class OnDemand(Sequence[Made]):
+    """The `n` prompts of a workload, say; each is made when it is asked for, since a million are much to keep."""
+
+    def __init__(self, make: Callable[[int], Made], n: int) -> None:
         self._make = make
         self._n = n
 
@@ -27,18 +29,22 @@ class Prompts(Sequence[Prompt]):
         return self._n
 
     @overload
-    def __getitem__(self, index: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Made: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+    def __getitem__(self, index: slice) -> Sequence[Made]: ...
+    def __getitem__(self, index: int | slice) -> Made | Sequence[Made]:
         places = range(self._n)[index]
         return self._make(places) if isinstance(places, int) else [self._make(i) for i in places]
 
 
-class PromptTokenizer(Protocol):
-    """What composing needs of a tokenizer."""
+class Encoder(Protocol):
+    """What counting needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
+
+
+class PromptTokenizer(Encoder, Protocol):
+    """What composing needs of a tokenizer."""
 
     def decode(self, ids: list[int]) -> str: ...
 

@@ -1,17 +1,24 @@
 """The record: one row per offered request, one row per engine step, and the formulas derived from them.
 
 Times are float64 seconds on one monotonic clock per cell and repeat, zero at its first scheduled arrival.
-"Not measured" is null, never 0 or -1. What the in-process target fills:
+"Not measured" is null, never 0 or -1. What the targets fill:
 
-    column                                        in process
-    scheduled_s, permitted_s, sent_s              every row that was sent
-    reserved_s, admitted_s, released_s            admitted rows
-    rejected_s, reject_reason, reject_stage       refused rows
-    tokenized_s                                   admitted rows whose prompt came as text
-    first_scheduled_s .. finished_s               admitted rows, as far as the request got
-    ended_s, received_first_s, received_last_s    as the one consumer thread saw it
-    token_times_s, chunk_times_s, chunk_tokens    admitted rows with tokens
-    status_code, server_queue_s, server_prefill_s null: they belong to remote servers
+    column                                        in process                        over HTTP
+    scheduled_s, permitted_s, sent_s              every row that was sent           the same; of the first try
+    last_sent_s                                   null                              rows with more than one try
+    reserved_s, admitted_s, released_s            admitted rows                     null
+    rejected_s, reject_reason, reject_stage       refused rows                      refused rows: head of a 429 or 503
+    tokenized_s                                   admitted rows, prompt as text     null
+    first_scheduled_s .. finished_s               admitted rows, as far as they got null
+    ended_s, received_first_s, received_last_s    as the one consumer thread saw it as the client read it
+    token_times_s                                 admitted rows with tokens         null
+    chunk_times_s, chunk_tokens                   admitted rows with tokens         rows with text; tokens where known
+    prompt_tokens, cached_tokens, output_tokens   counted from ids                  what the server counts, or null
+    waiting_at_send                               rows that were sent               null
+    inflight_at_send                              admission's own count             what this client had outstanding
+    status_code, server_queue_s, server_prefill_s null                              as the server says
+
+The simulated target fills what the in-process one does.
 """
 
 from __future__ import annotations
@@ -35,6 +42,9 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     INCOMPLETE = "incomplete"
 
+
+HTTP: Final = "http"
+"""The target of rows that a client wrote alone: nothing of what went on in the server is in them."""
 
 FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len", "request_rate")
 """The columns that tell the cells of a sweep apart."""
@@ -65,8 +75,8 @@ _FACTOR_FIELDS = [
     ("priority", pa.string()),
 ]
 _TIMES = (
-    "scheduled_s permitted_s sent_s reserved_s admitted_s released_s rejected_s tokenized_s first_scheduled_s"
-    " first_token_s last_token_s finished_s ended_s received_first_s received_last_s"
+    "scheduled_s permitted_s sent_s last_sent_s reserved_s admitted_s released_s rejected_s tokenized_s"
+    " first_scheduled_s first_token_s last_token_s finished_s ended_s received_first_s received_last_s"
 ).split()
 
 REQUEST_SCHEMA: Final = pa.schema(
@@ -118,6 +128,22 @@ STEP_SCHEMA: Final = pa.schema(
     ]
 )
 
+ATTEMPT_SCHEMA: Final = pa.schema(
+    [
+        *_KEY,
+        ("request_index", pa.int64()),
+        ("attempt", pa.int32()),  # 1 is the first
+        *[(name, pa.float64()) for name in "sent_s received_first_s received_last_s ended_s".split()],
+        ("outcome", pa.string()),
+        ("reject_reason", pa.string()),
+        ("status_code", pa.int32()),
+        ("error", pa.string()),
+        ("retry_after_s", pa.float64()),  # what the server asked to wait
+        ("output_tokens", pa.int64()),
+    ]
+)
+"""One row per try of a request, where clients retry."""
+
 TTFT_PARTS: Final = (
     "cap_wait_s",
     "send_lag_s",
@@ -140,15 +166,15 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
     failed: `time_to_error_s`, `time_to_timeout_s`.
     """
     r = requests
+    last_sent_s = r["last_sent_s"].fillna(r["sent_s"])
     tokens = r["output_tokens"].astype("float64")
     at_submit = r["reject_stage"] == "submit"
     until_end_s = r["ended_s"] - r["sent_s"]
     derived: dict[str, Any] = {
         "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
         "send_lag_s": r["sent_s"] - r["permitted_s"],
-        # Every row is one attempt until clients retry: first and last attempt are the same send.
-        "retry_wait_s": r["sent_s"] - r["sent_s"],
-        "reserve_s": r["reserved_s"] - r["sent_s"],
+        "retry_wait_s": last_sent_s - r["sent_s"],
+        "reserve_s": r["reserved_s"] - last_sent_s,
         "tokenize_s": r["tokenized_s"] - r["reserved_s"],
         "queue_wait_s": r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
         "prefill_s": r["first_token_s"] - r["first_scheduled_s"],

@@ -22,7 +22,7 @@ from roseinfer.bench.experiment import Cell
 from roseinfer.bench.flag_values import LARGEST, LARGEST_NUMBER
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.load_options import ARRIVALS
-from roseinfer.bench.prompts import PromptTokenizer
+from roseinfer.bench.prompts import Encoder
 from roseinfer.errors import InputError
 
 _SHAPE: Final = ("burst_size", "prompt_len", "output_len", "request_rate")
@@ -95,7 +95,7 @@ class Replay:
     def has_texts(self) -> bool:
         return all(table.texts is not None for table in self.tables.values())
 
-    def counted(self, tokenizer: PromptTokenizer) -> Replay:
+    def counted(self, tokenizer: Encoder) -> Replay:
         """With the length of every text. Raises InputError where the file says another one."""
         tables = dict(self.tables)
         for key, table in tables.items():

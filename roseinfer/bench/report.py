@@ -1,4 +1,4 @@
-"""What a run prints: the seed's report of one burst, the table of a sweep, and what it says in a sentence."""
+"""What a run prints: the table of a sweep, and what it says in a sentence."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.explain import explain, explain_sentence
-from roseinfer.bench.goals import met, parse_goal
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import slots_freed_during_burst
 from roseinfer.bench.ratios import paired_ratio
-from roseinfer.bench.records import FACTORS, Outcome, derive, gaps_s
-from roseinfer.bench.stats import percentile, percentile_label, smallest_sample, trusted_sample
-from roseinfer.bench.steady_state import OPEN_LOOP, warm_up
+from roseinfer.bench.records import FACTORS, HTTP
+from roseinfer.bench.stats import percentile_label, smallest_sample, trusted_sample
+from roseinfer.bench.steady_state import OPEN_LOOP
 from roseinfer.bench.summary import factor_text, limit_label, pooled
 
 PERCENTILES: Final = (50, 95, 99)
 METRIC_NAMES: Final = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
+OF_ITSELF: Final = {"server_queue": "queue", "server_prefill": "prefill"}
+"""Durations that a remote server may say of itself."""
+
 OTHERS: Final = tuple(factor for factor in FACTORS if factor != "max_inflight")
 TABLE_WIDTH: Final = 100
 NARROWEST: Final = 40
 BUSY_LOAD_PER_CORE: Final = 1.5
+BUSY_CLIENT: Final = 0.8
+"""Share of the time of the one thread that sends to a server and reads what it answers."""
+
 HELD_BACK: Final = 0.05
 """Share of the p99 by which the two clocks must differ to be worth a line."""
 FEW_REPEATS: Final = 10
@@ -33,67 +37,6 @@ FEW_REPEATS: Final = 10
 
 Line = tuple[str, list[str]]
 """A label and a figure per limit."""
-
-
-def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, device: str) -> str:
-    """One cell and repeat in the lines of the streaming benchmark that this project grew from.
-
-    Below them, where they have something to say: what the warm-up cut left out of the latencies, and goodput.
-    """
-    options = experiment.options
-    rows = derive(requests)
-    accepted = rows[rows["reserved_s"].notna()]
-    cut = warm_up(rows)
-    counted = rows if cut is None else rows[cut[1]]
-    completed = rows[rows["outcome"] == Outcome.COMPLETED]
-    done = counted[counted["outcome"] == Outcome.COMPLETED]
-    returned_s = rows["admitted_s"].fillna(rows["rejected_s"])
-    duration_s = rows["received_last_s"].max() - rows["sent_s"].min()
-    tokens = int(completed["output_tokens"].sum())
-    lines = [
-        "=== streaming benchmark ===",
-        f"Model: {model}",
-        f"Device: {device}",
-        f"Pretok: {options.pretok}",
-        f"Tokenize workers: {experiment.tokenize_workers}",
-        "Paged attention: False",
-        "CUDA Graph: False",
-        "NVTX: False",
-        f"Requests: {len(accepted)}",
-        f"Rejected: {(rows['outcome'] == Outcome.REJECTED).sum()}",
-        f"Prompt tokens (total): {int(accepted['prompt_tokens'].sum())}",
-        f"Completion tokens (total): {int(accepted['output_tokens'].sum())}",
-        f"Submit wall: {returned_s.max() - rows['sent_s'].min():.6f} s",
-        _percentiles("add_request latency", counted["add_request_s"], decimals=4),
-        _percentiles("reject latency", counted["reject_s"], decimals=4),
-        _percentiles("Tokenize", done["tokenize_s"]),
-        _percentiles("Queue wait (post-tok)", done["queue_wait_s"]),
-        _percentiles("Prefill->first token", done["prefill_s"]),
-        _percentiles("TTFT", done["ttft_s"]),
-        _percentiles("TPOT", done["tpot_s"], unit="ms/token"),
-        _percentiles("ITL", pd.Series(gaps_s(done["token_times_s"]))),
-        _percentiles("Latency", done["e2el_s"]),
-        f"Throughput (completion,total): {_number(tokens / duration_s if tokens else np.nan)} tokens/s",
-    ]
-    if cut is not None:
-        found = cut[0]
-        lines.append(
-            f"Warm-up cut (MSER-5): {found.cut} of {len(completed)}{'' if found.steady else ', no steady part found'}"
-        )
-    if experiment.goals:
-        good = int(np.count_nonzero(met(rows, [parse_goal(goal) for goal in experiment.goals])))
-        share = f"{100 * good / len(rows):.1f} % of {len(rows)} offered"
-        lines.append(f"Goodput ({' '.join(experiment.goals)}): {good} requests, {share}")
-    return "\n".join(lines)
-
-
-def _percentiles(label: str, values_s: pd.Series[float], *, decimals: int = 2, unit: str = "ms") -> str:
-    values_ms = 1e3 * values_s.dropna().to_numpy(dtype=np.float64)
-    if not values_ms.size:
-        return f"{label} p50/p95/p99: n/a"
-    names = "/".join(percentile_label(p, values_ms.size) for p in PERCENTILES)
-    figures = "/".join(f"{percentile(values_ms, p):.{decimals}f}" for p in PERCENTILES)
-    return f"{label} {names}: {figures} {unit}"
 
 
 def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
@@ -189,8 +132,20 @@ def _lines(cells: list[dict[Any, Any]]) -> Iterator[Line]:
         yield "goodput (requests/s)", [_number(c["request_goodput"]) for c in cells]
     if any(not pd.isna(c["warmup_cut"]) for c in cells):
         yield "warm-up cut (MSER-5)", [_warm_up(c) for c in cells]
+    if any(c["attempts"] > c["offered"] for c in cells):
+        yield "tries per request", [_number(c["amplification"]) for c in cells]
+    is_remote = all(pd.isna(c["peak_inflight"]) for c in cells)
     for metric, name in METRIC_NAMES.items():
-        yield from _metric_lines(cells, metric, name)
+        if not (is_remote and metric == "queue_wait"):
+            yield from _metric_lines(cells, metric, name)
+    for metric, name in OF_ITSELF.items():
+        if any(c[f"n_{metric}"] for c in cells):
+            yield f"{name} p99, server's own (ms)", [_percentile_of(c, metric, 99) for c in cells]
+    if is_remote and any(c["n_chunk_gap"] for c in cells):
+        yield (
+            "largest gap of chunks (ms)",
+            [_with_n(_number(c["max_chunk_gap_ms"]), c["n_chunk_gap"]) for c in cells],
+        )
     if any(c["n_largest_itl"] for c in cells):
         yield "largest gap of tokens (ms)", [_with_n(_number(c["max_itl_ms"]), c["n_itl"]) for c in cells]
     yield "reject p99 (ms)", [_percentile_of(c, "reject", 99, decimals=4) for c in cells]
@@ -307,10 +262,13 @@ def _conclusion(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any, A
     tails = [
         f"p99 {METRIC_NAMES[metric]} from {_tail(loosest, metric)} to {_tail(total, metric)} ms"
         for metric in ("queue_wait", "ttft")
+        if metric == "ttft" or loosest[f"n_{metric}"] or total[f"n_{metric}"]
     ]
     price = f"{_count(total['rejected'])} of {_count(total['offered'])} requests refused"
     if total["rejected"]:
         price += f", p99 of a refusal {_tail(total, 'reject', 4)} ms"
+    if total["attempts"] > total["offered"]:
+        price += f", {_number(total['amplification'])} tries per request"
     if not pd.isna(total["good"]):
         shares = [_percent(_served_share(cell)) for cell in (loosest, total)]
         price += f"; served within the goals: {' to '.join(shares)} of the offered"
@@ -337,7 +295,9 @@ def _paired_ratio(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any,
 
 
 def explain_lines(requests: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
-    """For each cell a sentence on what its p99 TTFT was made of, from raw rows."""
+    """For each cell a sentence on what its p99 TTFT was made of, from raw rows; a server does not say it."""
+    if (requests["target"] == HTTP).all():
+        return []
     return [
         f"p99 explained: {row['cell_id']}: {explain_sentence(row)}."
         for _, row in explain(requests, steps).iterrows()
@@ -384,6 +344,20 @@ def load_lines(manifest: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"Warning: load average {load:g} at the start on {cores} usable cores: other work may have slowed this run"
+    ]
+
+
+def client_lines(facts: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
+    """For each cell whose client was busy most of the time: then the server may not be what was slow."""
+    busiest: dict[str, float] = {}
+    for (cell_id, _), known in facts.items():
+        share = (known.get("client") or {}).get("busy_share", 0.0)
+        busiest[cell_id] = max(busiest.get(cell_id, 0.0), share)
+    return [
+        f"Warning: {cell_id}: the client was busy {100 * share:.0f} % of the time, more than {100 * BUSY_CLIENT:g} %:"
+        " it may have been the bottleneck (--client-workers)"
+        for cell_id, share in busiest.items()
+        if share > BUSY_CLIENT
     ]
 
 

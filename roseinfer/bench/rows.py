@@ -1,6 +1,7 @@
 """From what a target saw to rows of the record: one per offered request, one per engine step.
 
-The in-process and the simulated target both end here, so that a column means the same in either.
+The in-process and the simulated target both end here, so that a column means the same in either. What a client of a
+server saw has rows of its own: `http.rows`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ OUTCOMES: Final = {
 
 
 class CellResult(NamedTuple):
-    """Frames as `RunFolder.write_cell` takes them; `notes` is JSON-able and only for the record."""
+    """Frames as `RunFolder.write_cell` takes them; `notes` is JSON-able and only for the record.
+
+    `attempts` is None where clients do not retry: every request is one try then.
+    """
 
     requests: pd.DataFrame
     steps: pd.DataFrame
     facts: CellFacts
     notes: dict[str, Any]
+    attempts: pd.DataFrame | None = None
 
 
 @dataclass(slots=True)

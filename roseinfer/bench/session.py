@@ -15,23 +15,26 @@ from typing import Any, Final, NamedTuple, TextIO
 import pandas as pd
 
 from roseinfer.bench import measurement, report
-from roseinfer.bench.environment import describe_environment, public_command
+from roseinfer.bench.burst_report import burst_report
+from roseinfer.bench.environment import REMOTE, describe_environment, public_command
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of, told_of_lengths
+from roseinfer.bench.http_options import BUILTIN_TOKENIZER
 from roseinfer.bench.options import flag
 from roseinfer.bench.progress import Progress
 from roseinfer.bench.recommend import Recommendation, parse_slo, recommend
 from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder, check_name, check_writable, differences, new_run_id
 from roseinfer.bench.target import InProcessTarget
-from roseinfer.bench.workload import WorkloadSource
+from roseinfer.bench.workload import Workload, WorkloadSource
 from roseinfer.errors import InputError
 from roseinfer.model_source import SourceKind, check_model_source, known_context
 from roseinfer.openmp import sleep_while_waiting
 from roseinfer.sim.cost_model import CostModel
-from roseinfer.tokenization import builtin_tokenizer
+from roseinfer.tokenization import FastTokenizer, builtin_tokenizer
 
-FILE_FLAGS: Final = ("trace", "workload", "cost_model")
+FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd")
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
@@ -70,7 +73,10 @@ class Session:
         for text in experiment.goals:
             parse_goal(text)
         self._simulated: SimTarget | None = None  # None: an engine
-        if options.cost_model is None:
+        if experiment.is_http:
+            self._tokenizer = tokenizer_of(options.tokenizer)
+            experiment.check_fits(MOST_TOKENS)
+        elif options.cost_model is None:
             self._check_model()
         else:
             self._simulated = SimTarget(CostModel.read(options.cost_model), experiment)
@@ -88,7 +94,7 @@ class Session:
             self._check_same(self.folder, {**self.folder.manifest, **known})
 
     def _check_model(self) -> None:
-        source = check_model_source(self.experiment.options.model)
+        source = check_model_source(self.experiment.model)
         context = known_context(source)
         if context is not None:
             context = min(context, self.experiment.options.max_model_len or context)
@@ -123,7 +129,7 @@ class Session:
         """Measures whatever is missing, and returns the summary. The run is on disk when this returns."""
         experiment, options = self.experiment, self.experiment.options
         with self._progress as progress, ExitStack() as claims:
-            bench = self._set_up(progress)
+            bench = self._set_up_server(progress, claims) if experiment.is_http else self._set_up(progress)
             workload = bench.source.table()
             manifest = measurement.manifest(
                 experiment, bench.model, workload, bench.source.notes, self._command
@@ -133,7 +139,7 @@ class Session:
                 claims.enter_context(self.folder.claimed())
                 self.folder.clear_leftovers()
             if self.folder is None or not self.folder.is_compacted:
-                if self._simulated is None:
+                if self._simulated is None and not experiment.is_http:
                     measurement.warm_up(experiment, bench.target, bench.source, progress)
                 if self.folder is None:  # not earlier: where the warm-up fails there is no run
                     self.folder = RunFolder.create(options.output_dir, self._name, self._run_id, manifest)
@@ -158,7 +164,7 @@ class Session:
         from roseinfer.engine import InferenceEngine
 
         engine = InferenceEngine.from_pretrained(
-            options.model,
+            experiment.model,
             device=options.device,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
@@ -170,9 +176,28 @@ class Session:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
         )
-        kind = check_model_source(options.model).kind
+        kind = check_model_source(experiment.model).kind
         model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
         return _Bench(InProcessTarget(engine, experiment), source, model)
+
+    def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Bench:
+        experiment = self.experiment
+        tokenizer = self._tokenizer
+        source = WorkloadSource(
+            experiment,
+            tokenizer,
+            vocab_size=tokenizer.tokenizer.get_vocab_size() if isinstance(tokenizer, FastTokenizer) else 0,
+            max_model_len=MOST_TOKENS,
+        )
+        source.notes += told_of_lengths(experiment)
+
+        def warm_ups() -> list[Workload]:
+            """Each server that is started gets them: it is as cold as the one before was."""
+            return [burst for _, burst in measurement.warm_up_bursts(experiment, source)]
+
+        target = claims.enter_context(HttpTarget(experiment, warm_ups))
+        progress("asking the server" if experiment.options.target_cmd is None else "starting the server")
+        return _Bench(target, source, target.describe(measurement.order(experiment)[0][0]))
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -186,12 +211,12 @@ class Session:
         manifest = self.folder.manifest
         width = shutil.get_terminal_size().columns if out.isatty() else None
         if reports:
-            warmup_runs = self.experiment.options.warmup_runs if self._simulated is None else 0
+            warmup_runs = self.experiment.warmup_runs if self._simulated is None else 0
             for run in range(warmup_runs):
                 print(f"=== warmup {run + 1}/{warmup_runs} ===", file=out)
             model, device = manifest["model"]["model"], manifest["model"]["device"]
             for _, rows in self._requests.groupby("repeat", sort=True):
-                print(report.burst_report(rows, self.experiment, model, device), end="\n\n", file=out)
+                print(burst_report(rows, self.experiment, model, device), end="\n\n", file=out)
         else:
             for table in report.tables(self.summary, width or report.TABLE_WIDTH):
                 print(table, end="\n\n", file=out)
@@ -203,6 +228,7 @@ class Session:
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
             *report.load_lines(manifest),
+            *report.client_lines(self.folder.read_facts()),
             *report.invalid_lines(self.summary),
         ]:
             print(line if width is None else textwrap.fill(line, width, subsequent_indent="  "), file=out)
@@ -241,6 +267,10 @@ def unkept_files(manifest: dict[str, Any]) -> list[str]:
     """Fields that named a file or folder, whose place a run does not keep: who goes on with it names it again."""
     configuration = manifest["configuration"]
     files = [field for field in FILE_FLAGS if configuration.get(flag(field).removeprefix("--")) is not None]
+    if configuration.get("tokenizer") == BUILTIN_TOKENIZER:
+        files.remove("tokenizer")
+    if str(configuration.get("target")).partition("://")[2].partition("/")[0] == REMOTE:
+        files.append("target")
     if manifest["model"]["source"] in (SourceKind.FOLDER, SourceKind.GGUF):
         files.append("model")
     return files

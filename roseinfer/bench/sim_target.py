@@ -95,6 +95,9 @@ class SimTarget:
             },
         )
 
+    def end_block(self) -> None:
+        """Every cell starts from an empty engine already."""
+
     def _limits(self, cell: Cell) -> SimLimits:
         options = self._experiment.options
         return SimLimits(

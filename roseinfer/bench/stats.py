@@ -43,6 +43,12 @@ def percentile(values: ArrayLike, p: float) -> float:
     return percentiles(values, (p,))[0]
 
 
+def spread_of(values: ArrayLike) -> dict[str, float] | None:
+    """p50, p99 and the largest; None of nothing."""
+    p50, p99, largest = percentiles(values, (50, 99, 100))
+    return None if math.isnan(largest) else {"p50": p50, "p99": p99, "max": largest}
+
+
 def percentiles(values: ArrayLike, ps: Sequence[float]) -> list[float]:
     """`percentile` for every p of `ps`, with one sort."""
     ordered = _ordered(values)

@@ -93,9 +93,9 @@ def recoveries_s(derived: pd.DataFrame) -> NDArray[np.float64]:
     A burst is over when a background request due after it waits no longer than that level, and so does the median
     of it and the 4 after it, all due before the next burst: the time from the burst to when that request was due.
     A request that never left the queue, refused ones too, counts as an endless wait. Empty for other arrivals, and
-    where no burst has a finite level before it.
+    where no burst has a finite level before it, or nobody says how long requests were queued.
     """
-    if not _is_open_loop(derived) or has_warm_up(derived):
+    if not _is_open_loop(derived) or has_warm_up(derived) or derived["queue_wait_s"].isna().all():
         return np.empty(0)
     ordered = derived.sort_values(["scheduled_s", "request_index"])
     due_s = ordered["scheduled_s"].to_numpy(dtype=np.float64)

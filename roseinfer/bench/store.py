@@ -3,6 +3,7 @@
     run.json             the manifest, schema_version, status ("running" or "done"); once compacted, the facts
     cells/<cell>@<n>/    while it runs: requests.parquet, steps.parquet, facts.json of one cell and repeat
     requests.parquet, steps.parquet, summary.parquet, workload.parquet        once compacted
+    attempts.parquet     beside requests.parquet, where clients retry
 
 Whatever is written is first written aside, under a hidden name, and renamed once when it is whole. As long as
 `cells/` exists it is the truth and the compacted files are not read; it goes last, by one rename. So a run
@@ -28,14 +29,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roseinfer.bench.records import REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA, as_frame
+from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA, as_frame
 from roseinfer.errors import InputError, InvariantError, RunError
 
 CellKey = tuple[str, int]
 """(cell_id, repeat)"""
 
 _OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
-_SCHEMAS: Final = {"requests.parquet": REQUEST_SCHEMA, "steps.parquet": STEP_SCHEMA}
+_ATTEMPTS: Final = "attempts.parquet"
+_SCHEMAS: Final = {
+    "requests.parquet": REQUEST_SCHEMA,
+    "steps.parquet": STEP_SCHEMA,
+    _ATTEMPTS: ATTEMPT_SCHEMA,
+}
 _METADATA: Final = {"schema_version": str(SCHEMA_VERSION)}
 _LONGEST_NAME_BYTES: Final = 200
 _MACHINE_KEYS: Final = ("cpu_model", "cores_usable", "thread_env")
@@ -182,10 +188,11 @@ class RunFolder:
         requests: pd.DataFrame,
         steps: pd.DataFrame,
         facts: Mapping[str, object],
+        attempts: pd.DataFrame | None = None,
     ) -> None:
         """Save one cell and repeat, all of it or nothing.
 
-        `requests` and `steps` hold columns of REQUEST_SCHEMA and STEP_SCHEMA. The key columns (run_id,
+        `requests`, `steps` and, where clients retry, `attempts` hold columns of their schemas. The key columns (run_id,
         cell_id, repeat) are set here; a missing column was not measured and becomes null, as NaN does.
         `facts` is any JSON, numpy numbers included. Raises RunError where the disk does not take it,
         InvariantError for an unknown column or for a cell that is there already.
@@ -195,9 +202,11 @@ class RunFolder:
         if self.is_compacted or cell.exists():
             raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
         key: dict[str, Any] = {"run_id": self.run_id, "cell_id": cell_id, "repeat": repeat}
+        frames = {"requests.parquet": requests, "steps.parquet": steps, _ATTEMPTS: attempts}
         tables = {
-            "requests.parquet": _table(requests.assign(**key), REQUEST_SCHEMA),
-            "steps.parquet": _table(steps.assign(**key), STEP_SCHEMA),
+            name: _table(frame.assign(**key), _SCHEMAS[name])
+            for name, frame in frames.items()
+            if frame is not None
         }
         with self._reported(f"could not save {cell.name}"), _made_aside(cell) as aside:
             aside.mkdir()
@@ -223,6 +232,8 @@ class RunFolder:
                 return
             cells = self._cell_folders()
             for name, schema in _SCHEMAS.items():
+                if name == _ATTEMPTS and not any((cell / name).exists() for cell in cells):
+                    continue
                 tables = (_conformed(_read_parquet(cell / name), schema) for cell in cells)
                 _write_parquet(self.path / name, schema.with_metadata(_METADATA), tables)
             facts = [
@@ -249,6 +260,10 @@ class RunFolder:
         """One row per engine step, by (cell_id, repeat)."""
         return self._read("steps.parquet")
 
+    def read_attempts(self) -> pd.DataFrame:
+        """One row per try, by (cell_id, repeat); none where clients did not retry."""
+        return self._read(_ATTEMPTS)
+
     def read_summary(self) -> pd.DataFrame | None:
         """The summary given to `compact`; None before: make it from `read_requests` then."""
         if not self.is_compacted:
@@ -273,6 +288,8 @@ class RunFolder:
             files = (
                 [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
             )
+            if name == _ATTEMPTS:
+                files = [file for file in files if file.exists()]
             tables = [_conformed(_read_parquet(file), _SCHEMAS[name]) for file in files]
             return as_frame(pa.concat_tables([_SCHEMAS[name].empty_table(), *tables]))
 

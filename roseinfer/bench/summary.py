@@ -4,8 +4,8 @@ Percentiles are nearest rank (`stats.PERCENTILE_METHOD`) over raw rows: those of
 all requests of all repeats, never from the percentiles of the repeats. Latencies count completed requests
 only, `reject` the refusals at submission, `add_request` the admitted, `time_to_error` and `time_to_timeout` what
 ended so; `itl` pools the gaps between tokens, `chunk_gap` those between deliveries, `largest_itl` takes the largest
-gap between tokens of each request. Of an open loop
-without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
+gap between tokens of each request; `server_queue` and `server_prefill` are what a remote server says of itself. Of an
+open loop without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
 An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf, and so is a recovery
 that never came.
 """
@@ -41,6 +41,8 @@ COMPLETED_METRICS: Final = (
     "e2el",
     "prefill",
     "tokenize",
+    "server_queue",
+    "server_prefill",
 )
 METRICS: Final = (*COMPLETED_METRICS, "add_request", "reject", "time_to_error", "time_to_timeout")
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
@@ -60,7 +62,9 @@ SUMMARY_SCHEMA: Final = pa.schema(
         ("valid", pa.bool_()),
         ("invalid_reasons", pa.string()),  # joined by "; ", null when valid
         ("offered", pa.int64()),
-        ("admitted", pa.int64()),  # got a slot
+        ("admitted", pa.int64()),  # got a slot; null where a server does not say
+        ("attempts", pa.int64()),  # tries, of all requests
+        ("amplification", pa.float64()),  # attempts / offered
         *[(str(outcome), pa.int64()) for outcome in Outcome],
         ("reject_rate", pa.float64()),  # rejected / offered
         ("error_rate", pa.float64()),  # (error + timeout + incomplete) / offered
@@ -222,7 +226,8 @@ def _repeat(
         "valid": not reasons,
         "invalid_reasons": "; ".join(reasons) or None,
         "offered": known.offered,
-        "admitted": int(derived["reserved_s"].notna().sum()),
+        "admitted": None if known.peak_inflight is None else int(derived["reserved_s"].notna().sum()),
+        "attempts": int(derived["attempts"].sum()),
         **{str(outcome): int(count.get(str(outcome), 0)) for outcome in Outcome},
         "good": int(np.count_nonzero(met(derived, goals))) if goals else None,
         "duration_s": duration_s if duration_s > 0 else np.nan,
@@ -243,10 +248,12 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
     summed = (
         "offered",
         "admitted",
+        "attempts",
         *[str(outcome) for outcome in Outcome],
         "inflight_integral_s",
         "tokens_out",
     )
+    is_measured = rows[0]["peak_inflight"] is not None
     warm_ups = [WarmUp(row["warmup_cut"], row["steady"]) for row in rows if row["steady"] is not None]
     row = {
         **{name: rows[0][name] for name in _IDENTITY},
@@ -258,11 +265,11 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
             f"repeat {row['repeat']}: {row['invalid_reasons']}" for row in rows if not row["valid"]
         )
         or None,
-        **{name: sum(row[name] for row in rows) for name in summed},
+        **{name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in summed},
         "good": None if rows[0]["good"] is None else sum(row["good"] for row in rows),
         # Each repeat has a clock of its own. One in which nothing was received has no duration.
         "duration_s": float(np.nansum([row["duration_s"] for row in rows])) or np.nan,
-        "peak_inflight": max(row["peak_inflight"] for row in rows),
+        "peak_inflight": max(row["peak_inflight"] for row in rows) if is_measured else None,
         **_steadiness(warm_ups),
         "repeats_needed": _repeats_needed(rows),
     }
@@ -279,6 +286,7 @@ def _rates(row: Mapping[str, Any]) -> dict[str, float]:
     duration_s = row["duration_s"] if is_known else np.nan
     offered = row["offered"] or np.nan
     good = np.nan if row["good"] is None else row["good"]
+    integral_s = np.nan if row["inflight_integral_s"] is None else row["inflight_integral_s"]
     return {
         "reject_rate": row["rejected"] / offered,
         "error_rate": (row["error"] + row["timeout"] + row["incomplete"]) / offered,
@@ -286,7 +294,8 @@ def _rates(row: Mapping[str, Any]) -> dict[str, float]:
         "request_goodput": good / duration_s,
         "request_throughput": row["completed"] / duration_s,
         "output_throughput": row["tokens_out"] / duration_s,
-        "mean_inflight": row["inflight_integral_s"] / row["duration_s"],
+        "mean_inflight": integral_s / row["duration_s"],
+        "amplification": row["attempts"] / offered,
     }
 
 

@@ -11,7 +11,7 @@ from roseinfer.bench.client import Client
 from roseinfer.bench.environment import GcPause, GcPauses
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.rows import CellResult, factor_columns, request_row, step_row
-from roseinfer.bench.stats import percentile
+from roseinfer.bench.stats import spread_of
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, RunError
@@ -74,9 +74,12 @@ class InProcessTarget:
                 "max_num_batched_tokens": manager.limits.max_num_batched_tokens,
                 "kv_cache_tokens": manager.kv_cache_tokens,
                 "gc": _gc_notes(gc_pauses.pauses, t0),
-                "refill_lag_s": _quantiles(played.refill_lags_s),
+                "refill_lag_s": spread_of(played.refill_lags_s),
             },
         )
+
+    def end_block(self) -> None:
+        """Every cell has a manager of its own already."""
 
     def _manager(self, cell: Cell, steps: list[StepRecord]) -> SchedulerManager:
         options = self._experiment.options
@@ -129,12 +132,6 @@ class _ThriftyEngine:
         return self._engine.make_executor(
             num_kv_blocks=num_kv_blocks, max_batch_size=max_batch_size, clock=clock
         )
-
-
-def _quantiles(seconds: list[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    return {"p50": percentile(seconds, 50), "p99": percentile(seconds, 99), "max": max(seconds)}
 
 
 def _gc_notes(pauses: list[GcPause], t0: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from roseinfer.bench.figure_style import (
     span_text,
 )
 from roseinfer.bench.labels import NO_LIMIT, label_cells, limit_title, limits_of
+from roseinfer.bench.records import HTTP
 
 _MOST_POINTS: Final = 2000
 
@@ -47,8 +48,11 @@ def timeline_data(requests: pd.DataFrame) -> pd.DataFrame:
 
     `in_flight` requests hold a slot; `waiting` ones of them are tokenised (or came as token ids) and have not been
     given to the engine; `refused` counts the refusals up to then. Of more than 2000 instants those are kept
-    that hold the extremes of each stretch, so that no peak is lost.
+    that hold the extremes of each stretch, so that no peak is lost. No rows of a server, which
+    does not say when it gave slots.
     """
+    if (requests["target"] == HTTP).all():
+        return pd.DataFrame(columns=["combination"])
     first_repeat = requests["repeat"] == requests.groupby("cell_id")["repeat"].transform("min")
     labelled = label_cells(requests[first_repeat])
     frames = []

@@ -58,7 +58,8 @@ class CellFacts:
 
     `offered` is the number of requests of the workload. The in-flight figures are admission's own: the
     highest count, the count when the first request was sent, and the integral over time in
-    request-seconds. `limit` is None for no limit; `started_utc` is the cell's time zero in ISO 8601.
+    request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit;
+    `started_utc` is the cell's time zero in ISO 8601.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
     `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
@@ -66,9 +67,9 @@ class CellFacts:
 
     offered: int
     limit: int | None
-    peak_inflight: int
-    inflight_integral_s: float
-    inflight_at_start: int
+    peak_inflight: int | None
+    inflight_integral_s: float | None
+    inflight_at_start: int | None
     started_utc: str
     max_concurrency: int | None = None
     peak_outstanding: int | None = None
@@ -99,7 +100,8 @@ def check_cell(
         *check_pacing(requests),
         *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
-        *([] if facts.inflight_at_start else check_burst_law(requests, facts.limit)),
+        # By the law of an idle engine whose slots are on record.
+        *(check_burst_law(requests, facts.limit) if facts.inflight_at_start == 0 else []),
     ]
 
 
@@ -132,6 +134,8 @@ def _rows(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
 
 def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     """Slots: never more than the limit, each given back once, and as long in use as admission says."""
+    if facts.peak_inflight is None or facts.inflight_integral_s is None:
+        return []
     found = []
     if facts.limit is not None and facts.peak_inflight > facts.limit:
         found.append(f"{facts.peak_inflight} requests were in flight at once, the limit is {facts.limit}")

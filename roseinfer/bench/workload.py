@@ -18,9 +18,10 @@ from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, vary
 from roseinfer.bench.load import CLOSED_LOOP_MOST, CLOSED_LOOP_REFUSED_PAUSE_S
-from roseinfer.bench.prompts import PromptMaker, Prompts, PromptTokenizer
+from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import prompt_seed
+from roseinfer.bench.words import WordCounter, WordMaker
 from roseinfer.manager import Prompt
 
 WARM_UP = 1 << 31
@@ -45,8 +46,8 @@ class Workload(NamedTuple):
 class WorkloadSource:
     """Draws the workloads of an experiment. Raises InputError for prompts that cannot be made, or never served.
 
-    Without a tokenizer there are lengths, but no prompts. `notes` are sentences on what was played and how; what
-    only drawing shows is in there after `table`.
+    Without a tokenizer there are lengths, but no prompts; with a WordCounter all lengths are in words. `notes` are
+    sentences on what was played and how; what only drawing shows is in there after `table`.
     """
 
     notes: list[str]
@@ -54,7 +55,7 @@ class WorkloadSource:
     def __init__(
         self,
         experiment: Experiment,
-        tokenizer: PromptTokenizer | None,
+        tokenizer: PromptTokenizer | WordCounter | None,
         *,
         vocab_size: int,
         max_model_len: int,
@@ -68,10 +69,15 @@ class WorkloadSource:
         if tokenizer is not None:
             if self._given is not None:
                 self._given_tokens = len(tokenizer.encode(self._given))
-            if self._replay is not None:
+            is_counted = self._replay is not None and self._replay.is_counted
+            if self._replay is not None and not (is_counted and isinstance(tokenizer, WordCounter)):
                 self._replay = self._replay.counted(tokenizer)
         has_texts = self._given is not None or (self._replay is not None and self._replay.has_texts)
-        self._maker = None if tokenizer is None or has_texts else PromptMaker(tokenizer, vocab_size)
+        self._maker: PromptMaker | WordMaker | None = None
+        if isinstance(tokenizer, WordCounter):
+            self._maker = WordMaker()
+        elif tokenizer is not None and not has_texts:
+            self._maker = PromptMaker(tokenizer, vocab_size)
         special_tokens = 0 if self._maker is None else self._maker.special_tokens
         self._least_prompt_tokens = max(experiment.load.prefix_tokens, special_tokens) + 1
         self._most_tokens = most_tokens(experiment, max_model_len)
@@ -149,7 +155,7 @@ class WorkloadSource:
         )
 
     def _prompts(self, requests: Requests, seed: int) -> Sequence[Prompt]:
-        encode, pretok = self._encode, self._experiment.options.pretok
+        encode, pretok = self._encode, self._experiment.sends_token_ids
         if encode is None:
             return ()
         texts = requests.texts
@@ -164,7 +170,7 @@ class WorkloadSource:
             text = maker.text(seed, index, n_tokens, requests.prefix_tokens)
             return encode(text) if pretok else text
 
-        return Prompts(make, len(requests.prompt_tokens))
+        return OnDemand(make, len(requests.prompt_tokens))
 
     def _rows(self, shape: Cell, repeat: int) -> pd.DataFrame:
         requests = self._requests(shape, repeat)

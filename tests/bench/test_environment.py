@@ -171,13 +171,27 @@ def test_the_source_hash_follows_the_sources_and_nothing_else(checkout: Path) ->
         ("0,16,64", "0,16,64"),
         ("p99_ttft:250", "p99_ttft:250"),
         ("and/or, either/or", "and/or, either/or"),
-        ("http://alice:pw@example.org:8000/v1", "http://example.org:8000/v1"),
+        ("http://alice:pw@example.org:8000/v1", "http://remote/v1"),
+        ("--target=https://example.org/v1?key=k", "--target=https://remote/v1"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000/v1"),
+        ("http://[oops/v1", "http://remote"),
+        ("serve /home/alice/m --api-key sk-1 --port 8", "serve m --api-key *** --port 8"),
+        ("--api-key=sk-1", "--api-key=***"),
+        ("env HF_TOKEN=hf_1 serve", "env HF_TOKEN=*** serve"),
+        ("--api-key-env=OPENAI_KEY", "--api-key-env=OPENAI_KEY"),
+        ("--max-num-batched-tokens 8192", "--max-num-batched-tokens 8192"),
         ("/", "/"),
         (".5", ".5"),
     ],
 )
 def test_paths_in_a_command_are_cut_to_their_last_part(word: str, public: str) -> None:
     assert shlex.split(public_command([word])) == [public]
+
+
+def test_the_command_of_a_server_keeps_its_words() -> None:
+    command = public_command(["run", "--target-cmd", "/home/alice/bin/serve /home/alice/m --api-key k -p 1"])
+    assert shlex.split(command) == ["run", "--target-cmd", "serve m --api-key *** -p 1"]
 
 
 def test_a_public_command_can_be_pasted_into_a_shell() -> None:

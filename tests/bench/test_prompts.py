@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roseinfer.bench.prompts import POOL_WORDS, PromptMaker, Prompts
+from roseinfer.bench.prompts import POOL_WORDS, OnDemand, PromptMaker
 from roseinfer.errors import InputError
 from roseinfer.tokenization import BUILTIN_VOCAB_SIZE, FastTokenizer, builtin_tokenizer
 from tests.bench.experiments import WORDS, WordTokenizer
@@ -143,7 +143,7 @@ def test_prompts_are_made_when_they_are_asked_for() -> None:
         made.append(index)
         return str(index)
 
-    prompts = Prompts(make, 1_000_000)
+    prompts = OnDemand(make, 1_000_000)
     assert (len(prompts), prompts[7], prompts[-1]) == (1_000_000, "7", "999999")
     assert list(prompts[2:4]) == ["2", "3"]
     assert made == [7, 999_999, 2, 3]

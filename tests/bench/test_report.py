@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench import report
+from roseinfer.bench.burst_report import burst_report
 from roseinfer.bench.summary import summarise
 from tests.bench.experiments import experiment
 from tests.bench.load_shapes import bursts_over_background, closed_loop, rates, served
@@ -31,12 +32,12 @@ SEED_LABELS = [
 def burst_lines(rows: pd.DataFrame, **flags: Any) -> dict[str, str]:
     """Label to the rest of the line."""
     made = experiment(**flags)
-    text = report.burst_report(rows, made, made.model_name, "cpu")
+    text = burst_report(rows, made, made.model_name, "cpu")
     return dict(re.match(r"(.*?)(?: p50/\S*)?: (.*)", line).groups() for line in text.splitlines()[1:])  # type: ignore[union-attr, misc]
 
 
 def burst_labels(rows: pd.DataFrame) -> list[str]:
-    lines = report.burst_report(rows, experiment(), "builtin:gpt2", "cpu").splitlines()
+    lines = burst_report(rows, experiment(), "builtin:gpt2", "cpu").splitlines()
     return [re.sub(r"( p50/[^:]*)?: .*", "", line) for line in lines]
 
 
@@ -96,7 +97,7 @@ def test_nothing_completed_is_no_figure_and_no_crash() -> None:  # case D2
     ],
 )
 def test_a_percentile_that_its_sample_cannot_carry_says_so(n: int, label: str) -> None:  # case F3
-    assert f"\n{label} " in report.burst_report(measured(burst_size=n), experiment(), "a model", "cpu")
+    assert f"\n{label} " in burst_report(measured(burst_size=n), experiment(), "a model", "cpu")
 
 
 def test_goodput_stands_below_the_report_where_there_are_goals() -> None:  # case D4

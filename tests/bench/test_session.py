@@ -132,10 +132,10 @@ def test_a_disk_that_fills_up_meanwhile_ends_with_1_and_leaves_no_half_cell(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def third_fails(self: RunFolder, *args: Any) -> None:
+    def third_fails(self: RunFolder, *args: Any, **kwargs: Any) -> None:
         if next(calls) == 2:
             monkeypatch.setattr("roseinfer.bench.store.pq.ParquetWriter", full)
-        write(self, *args)
+        write(self, *args, **kwargs)
 
     monkeypatch.setattr(RunFolder, "write_cell", third_fails)
     answer = lab.sweep()

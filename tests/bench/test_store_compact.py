@@ -45,6 +45,41 @@ def test_a_compacted_run_is_its_files_alone(tmp_path: Path) -> None:
     ]
 
 
+def tries(repeat: int) -> pd.DataFrame:
+    return pd.DataFrame({"request_index": [0, 0], "attempt": [1, 2], "sent_s": [0.25 + repeat, 0.5 + repeat]})
+
+
+def with_tries(folder: Path) -> RunFolder:
+    run = create(folder)
+    for repeat in (0, 1):
+        run.write_cell(CELL, repeat, requests(), steps(), {}, attempts=tries(repeat))
+    return run
+
+
+def test_tries_are_kept_where_there_are_any(tmp_path: Path) -> None:  # case J3
+    run = with_tries(tmp_path / "retried")
+    before = run.read_attempts()
+    assert before["sent_s"].tolist() == [0.25, 0.5, 1.25, 1.5]
+    run.compact(SUMMARY, None)
+    assert RunFolder.open(run.path).read_attempts().equals(before)
+    assert (run.path / "attempts.parquet").exists()
+    other = with_cells(tmp_path / "other")
+    assert other.read_attempts().empty
+    other.compact(SUMMARY, None)
+    assert RunFolder.open(other.path).read_attempts().empty
+
+
+def test_a_kill_while_tries_are_compacted_loses_none(tmp_path: Path) -> None:
+    whole = with_tries(tmp_path).read_attempts()
+
+    def check(run: RunFolder) -> None:
+        assert run.read_attempts().equals(whole)
+
+    assert for_every_kill(
+        RunFolder.open(tmp_path / "burst" / "run1"), lambda run: run.compact(SUMMARY, None), check
+    )
+
+
 def test_every_cell_is_one_row_group(tmp_path: Path) -> None:
     run = with_cells(tmp_path)
     run.compact(SUMMARY, None)

@@ -330,7 +330,7 @@ def test_pooled_figures_of_the_facts() -> None:
     facts[second] = replace(facts[second], peak_inflight=5)
     row = pooled(summarise(requests, facts)).iloc[0]
     assert (row["peak_inflight"], row["started_utc"]) == (8, "2026-01-01T00:00:00+00:00")
-    held_s = facts[first].inflight_integral_s + facts[second].inflight_integral_s
+    held_s = sum(facts[key].inflight_integral_s or np.nan for key in (first, second))
     assert row["mean_inflight"] == pytest.approx(held_s / row["duration_s"])
 
 

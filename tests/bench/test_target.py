@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from roseinfer.admission import Admission
+from roseinfer.bench.burst_report import burst_report
 from roseinfer.bench.client import Client, Played
 from roseinfer.bench.environment import GcPause
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
-from roseinfer.bench.report import burst_report
 from roseinfer.bench.rows import Attempt, CellResult
 from roseinfer.bench.store import _table
 from roseinfer.bench.target import LONGEST_PAUSES, InProcessTarget, _gc_notes

@@ -238,6 +238,7 @@ def test_a_slot_given_back_that_nobody_took_is_found() -> None:
 def test_an_integral_that_disagrees_with_the_stamps_is_found(error_s: float) -> None:
     burst = measured(limit=3)
     facts = facts_of(burst)
+    assert facts.inflight_integral_s is not None
     wrong = replace(facts, inflight_integral_s=facts.inflight_integral_s + error_s)
     assert "request-seconds in flight" in the_reason(burst, wrong)
 
@@ -245,6 +246,7 @@ def test_an_integral_that_disagrees_with_the_stamps_is_found(error_s: float) -> 
 def test_the_integral_may_differ_by_the_clock_tolerance() -> None:
     burst = measured(limit=3)
     facts = facts_of(burst)
+    assert facts.inflight_integral_s is not None
     assert check_cell(burst, replace(facts, inflight_integral_s=facts.inflight_integral_s + 140e-6)) == []
 
 

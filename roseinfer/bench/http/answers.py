@@ -1,0 +1,307 @@
+"""What an answer of an OpenAI API says: text and when it came, counts, how it ended, what went wrong.
+
+Reads streams and whole answers of completions and of chat completions, and the errors of the servers that speak them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from math import isfinite
+from typing import Any, Final
+
+from roseinfer.bench.http.exchange import Failure, HttpAttempt
+from roseinfer.bench.http.sse import Event, EventParser, SseError
+
+DONE: Final = "[DONE]"
+MOST_HELD_BYTES: Final = 16 * 1024
+"""Of one answer, not understood: more would take a millisecond to understand, for which others wait."""
+
+MOST_ERROR_BYTES: Final = 64 * 1024
+MOST_WHOLE_BYTES: Final = 64 * 1024 * 1024
+MOST_ERROR_CHARACTERS: Final = 300
+
+_GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal")
+_DONE_BYTES: Final = DONE.encode()
+_REFUSALS: Final = (429, 503)
+
+_decode: Final = json.JSONDecoder().decode
+
+
+class AnswerReader:
+    """Fills the attempt of one exchange from the body of its answer.
+
+    An event counts as a delivery when it holds generated text: not a role, not usage alone, not an empty string.
+    To `read` keeps what came with its time; it is understood by `end` or `settle`, or where there is much of it: a
+    busy client has better things to do first. `held_bytes` are what is kept and was not understood.
+    """
+
+    def __init__(self, attempt: HttpAttempt, status_code: int, headers: Mapping[str, str]) -> None:
+        self._attempt = attempt
+        self._headers = headers
+        self._events = EventParser()
+        self._held: list[tuple[bytes, float]] = []
+        self.held_bytes = 0
+        self._whole: list[bytes] = []
+        self._whole_bytes = 0
+        self._is_ok = 200 <= status_code < 300
+        self._is_stream = self._is_ok and "json" not in headers.get("content-type", "").lower()
+        self._is_done = False
+        self._has_events = False
+        self._said_tokens = 0  # completion tokens so far, where each chunk says so
+        attempt.status_code = status_code
+        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+            self._fail(Failure.BAD_ANSWER, f"Content-Encoding {encoding!r} was not asked for")
+            self._is_stream = False
+
+    def read(self, body: bytes, received_s: float) -> None:
+        """Takes what one read brought of the body."""
+        self._held.append((body, received_s))
+        self.held_bytes += len(body)
+        if self.held_bytes > MOST_HELD_BYTES:
+            self._understand()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether `end` may as well be called later: nothing in the stream looks like a failure."""
+        held = self._held
+        return (
+            self._is_stream
+            and self._attempt.failure is None
+            and bool(held)
+            and _DONE_BYTES in held[-1][0]
+            and not any(b"error" in body for body, _ in held)
+        )
+
+    def says_done(self) -> bool:
+        """The stream has said that it ended, whatever becomes of its connection."""
+        self._understand()
+        return self._is_done
+
+    def _understand(self) -> None:
+        held, self._held, self.held_bytes = self._held, [], 0
+        for body, received_s in held:
+            self._body(body, received_s)
+
+    def _body(self, body: bytes, received_s: float) -> None:
+        if self._is_stream:
+            try:
+                events = self._events.feed(body)
+            except SseError as error:
+                self._fail(Failure.BAD_ANSWER, str(error))
+                self._is_stream = False
+                return
+            for event in events:
+                self._event(event, received_s)
+            return
+        room = (MOST_WHOLE_BYTES if self._is_ok else MOST_ERROR_BYTES) - self._whole_bytes
+        if room > 0:
+            self._whole.append(body[:room])
+            self._whole_bytes += len(self._whole[-1])
+
+    def end(self, received_s: float) -> None:
+        """The body was there to its end."""
+        self._understand()
+        attempt = self._attempt
+        if self._is_stream:
+            for event in self._events.end():
+                self._event(event, received_s)
+            if attempt.failure is None and not self._has_events:
+                kind = self._headers.get("content-type", "none")
+                self._fail(Failure.BAD_ANSWER, f"no event in an answer of Content-Type {kind}")
+            elif attempt.failure is None and not self._is_done and attempt.finish_reason is None:
+                self._fail(Failure.CLOSED, "the stream ended without a finish_reason or [DONE]")
+        elif self._is_ok and attempt.failure is None:
+            answer = _json(b"".join(self._whole).decode("utf-8", "replace"))
+            if not _is_answer(answer):
+                self._fail(Failure.BAD_ANSWER, f"no answer of this API: {_short(str(answer))}")
+            else:
+                self._object(answer, received_s)
+        self.settle()
+
+    def settle(self) -> None:
+        """No more will come, whether it was all or not: what follows from all of it."""
+        self._understand()
+        attempt = self._attempt
+        if not self._is_ok:
+            self._explain_status()
+        if attempt.deliveries and attempt.output_tokens == 0:
+            attempt.output_tokens = None  # text is made of tokens: that server does not count
+        chunks, n = attempt.deliveries, attempt.output_tokens
+        if any(tokens is None for _, tokens in chunks):
+            # Every chunk with text holds a token at least, so with as many tokens as chunks it holds one.
+            each = n if len(chunks) == 1 else 1 if n == len(chunks) and attempt.failure is None else None
+            attempt.deliveries = [(received_s, each) for received_s, _ in chunks]
+
+    def _event(self, event: Event, received_s: float) -> None:
+        if self._is_done or not event.data:
+            return
+        self._has_events = True
+        if event.data.startswith(DONE):
+            self._is_done = True
+            return
+        answer = _json(event.data)
+        if event.kind == "error":
+            self._say_error(answer if isinstance(answer, dict) else {"message": event.data})
+        elif not isinstance(answer, dict):
+            self._fail(Failure.BAD_ANSWER, f"an event that is no JSON object: {_short(event.data)}")
+        else:
+            self._object(answer, received_s)
+
+    def _object(self, answer: dict[str, Any], received_s: float) -> None:
+        """A chunk of a stream, or a whole answer."""
+        if answer.get("error") or answer.get("object") == "error":
+            self._say_error(answer)
+            return
+        attempt = self._attempt
+        has_text = False
+        choices = answer.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            if _has_text(choice):
+                has_text = True
+            if choice.get("finish_reason") is not None:
+                attempt.finish_reason = str(choice["finish_reason"])
+        usage = answer.get("usage")
+        said = self._usage(usage) if isinstance(usage, dict) else None
+        if isinstance(answer.get("timings"), dict):
+            attempt.timings = answer["timings"]
+        if has_text:
+            new = None if said is None else said - self._said_tokens
+            self._said_tokens = self._said_tokens if said is None else said
+            attempt.deliveries.append((received_s, new if new is not None and new > 0 else None))
+
+    def _usage(self, usage: dict[str, Any]) -> int | None:
+        """Returns the completion tokens so far, if it says."""
+        attempt = self._attempt
+        details = usage.get("prompt_tokens_details")
+        for name, count in (
+            ("prompt_tokens", _count(usage.get("prompt_tokens"))),
+            ("output_tokens", _count(usage.get("completion_tokens"))),
+            ("cached_tokens", _count(details.get("cached_tokens")) if isinstance(details, dict) else None),
+        ):
+            if count is not None:
+                setattr(attempt, name, count)
+        return _count(usage.get("completion_tokens"))
+
+    def _say_error(self, answer: dict[str, Any]) -> None:
+        message, code, _ = _error_of(answer)
+        if self._attempt.failure is None:
+            self._attempt.error_code = code
+        self._fail(Failure.STREAM_ERROR, message or "an error without a message")
+
+    def _explain_status(self) -> None:
+        attempt = self._attempt
+        text = b"".join(self._whole).decode("utf-8", "replace")
+        answer = _json(text)
+        message, code, kind = _error_of(answer) if isinstance(answer, dict) else (text, None, None)
+        where = self._headers.get("location")
+        attempt.failure = Failure.STATUS
+        attempt.error = _short(message or (f"Location: {where}" if where else "")) or None
+        attempt.error_code = code
+        if attempt.status_code in _REFUSALS:
+            named = code if code is not None and not code.isdigit() else None
+            attempt.reject_reason = self._headers.get("x-roseinfer-reason") or named or kind
+        attempt.retry_after_s = retry_after_s(self._headers)
+
+    def _fail(self, failure: Failure, error: str) -> None:
+        """The first failure counts."""
+        if self._attempt.failure is None:
+            self._attempt.failure, self._attempt.error = failure, _short(error)
+
+
+def spread_evenly(attempts: Iterable[HttpAttempt]) -> None:
+    """Fills in the tokens of deliveries where all answers of a server have the same number of tokens to a chunk.
+
+    A server that sends k tokens a chunk need not say so: every answer then has k times as many tokens as chunks. It
+    is taken for one only if that holds for every complete answer of several chunks whose counts nobody said: where
+    chunks differ in size, by speculative decoding say, answers do too. Otherwise the tokens stay None.
+    """
+    unsaid = [
+        attempt
+        for attempt in attempts
+        if attempt.failure is None and attempt.deliveries and attempt.deliveries[0][1] is None
+    ]
+    each = {
+        None if attempt.output_tokens is None else divmod(attempt.output_tokens, len(attempt.deliveries))
+        for attempt in unsaid
+    }
+    if len(each) != 1 or (one := each.pop()) is None or one[0] < 1 or one[1]:
+        return
+    for attempt in unsaid:
+        attempt.deliveries = [(received_s, one[0]) for received_s, _ in attempt.deliveries]
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """How long the server asks to wait: `retry-after-ms`, else Retry-After in seconds or as a date. None: not said."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers[name]) * unit_s
+        except (KeyError, ValueError):
+            continue
+        if isfinite(seconds) and seconds >= 0:
+            return seconds
+    try:
+        until = parsedate_to_datetime(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    until = until.replace(tzinfo=UTC) if until.tzinfo is None else until
+    return max(0.0, (until - datetime.now(UTC)).total_seconds())
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    if delta is None:
+        delta = choice.get("message")
+    if not isinstance(delta, dict):
+        return False
+    for name in _GENERATED:
+        if delta.get(name):
+            return True
+    calls = delta.get("tool_calls") or [{"function": delta.get("function_call")}]
+    return any(
+        isinstance(call, dict)
+        and isinstance(function := call.get("function"), dict)
+        and any(function.values())
+        for call in calls
+    )
+
+
+def _is_answer(answer: object) -> bool:
+    return isinstance(answer, dict) and ("choices" in answer or bool(answer.get("error")))
+
+
+def _error_of(answer: dict[str, Any]) -> tuple[str, str | None, str | None]:
+    """Message, code and type of an error body: under `error`, or flat, or FastAPI's `detail`."""
+    error = answer.get("error") or answer
+    if not isinstance(error, dict):
+        return str(error), _text(answer.get("code")), _text(answer.get("type"))
+    message = error.get("message") or error.get("detail")
+    return str(message or ""), _text(error.get("code")), _text(error.get("type"))
+
+
+def _text(value: object) -> str | None:
+    return str(value) if isinstance(value, str | int) and value != "" else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _short(text: str) -> str:
+    """One line of what a server said."""
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_ERROR_CHARACTERS else line[: MOST_ERROR_CHARACTERS - 1] + "…"

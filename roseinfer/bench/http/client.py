@@ -1,0 +1,469 @@
+"""The client of a server: sends requests over HTTP when they are due, and notes when what comes back.
+
+One thread does it all. What is due is sent first; then everything that came is read, each read with its time; then
+it is understood, and sending looks in between. So neither a slow server nor many answers at once hold back a send.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from itertools import count, islice
+from math import inf
+from random import Random
+from typing import Final, Self
+
+from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
+from roseinfer.bench.http.answers import AnswerReader
+from roseinfer.bench.http.connection import Breakage, Connection, Pool, breakage_of
+from roseinfer.bench.http.exchange import (
+    Endpoint,
+    Failure,
+    HttpAttempt,
+    HttpPlayed,
+    HttpRequest,
+    RetryPolicy,
+)
+from roseinfer.bench.http.wire import AnswerParser, request_bytes, request_head
+from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
+from roseinfer.bench.rows import unsent_because
+
+MOST_SENDS: Final = 256
+"""Sent in a row before something is read: a client that is late must not go deaf as well."""
+
+MOST_HELD_BYTES: Final = 128 * 1024 * 1024
+"""Of all answers together that are understood when all is over. What more comes is understood as it ends."""
+
+_LOST_RACE: Final = (Failure.RESET, Failure.CLOSED)
+
+clock: Final = time.perf_counter
+
+
+class _Offer:
+    """A request that was sent and has not come to its end; between two tries it has no connection."""
+
+    __slots__ = ("body", "connection", "deadline_s", "is_over", "request")
+
+    def __init__(self, request: HttpRequest, body: bytes, deadline_s: float) -> None:
+        self.request = request
+        self.body = body
+        self.deadline_s = deadline_s
+        self.connection: Connection | None = None
+        self.is_over = False
+
+
+class _Try:
+    """One exchange on a connection; `reader` is there once the head of its answer is."""
+
+    __slots__ = ("attempt", "has_bytes", "offer", "parser", "reader")
+
+    def __init__(self, offer: _Offer, attempt: HttpAttempt) -> None:
+        self.offer = offer
+        self.attempt = attempt
+        self.parser = AnswerParser()
+        self.reader: AnswerReader | None = None
+        self.has_bytes = False
+
+
+class HttpClient:
+    """Plays one load against one server, in a `with` that no connection outlives.
+
+    `scheduled_s` are the due times of an open loop, in seconds from time zero; None in a closed loop. Those at once,
+    and the users who are there at once, find their connections open. A request keeps its permit (of `max_concurrency`)
+    over all its tries, and `timeout_s` counts from its first. `duration_s` ends the sending of new requests; what was
+    sent is carried through, with its retries.
+
+    Raises RunError where a request cannot be written at all.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        load: Load,
+        scheduled_s: list[float] | None,
+        bodies: Sequence[bytes],
+        policy: RetryPolicy,
+        *,
+        seed: int | str,
+    ) -> None:
+        self._endpoint = endpoint
+        self._head = request_head(endpoint)
+        self._load = load
+        self._scheduled_s = scheduled_s
+        self._policy = policy
+        self._rng = Random(seed)
+        is_endless = scheduled_s is None and load.ends_by_time_alone
+        self._n_bodies = len(bodies)
+        # What can be made before time zero is: the sender has no time to lose.
+        self._bodies: Iterator[bytes] = iter(bodies if is_endless else list(bodies))
+        self._n_ahead = PROMPTS_AHEAD * len(load.user_starts_s) if scheduled_s is None else 0
+        self._ready: deque[bytes] = deque(islice(self._bodies, self._n_ahead))
+        self._stack = ExitStack()
+
+        self._requests: list[HttpRequest] = [HttpRequest(at_s) for at_s in scheduled_s or ()]
+        self._n_sent = 0
+        self._tries: dict[Connection, _Try] = {}
+        self._retries: list[tuple[float, int, _Offer]] = []  # a heap; the number keeps equals in order
+        self._numbers = count()
+        self._deadlines: deque[_Offer] = (
+            deque()
+        )  # in the order of first sending, which is that of the deadlines
+        self._free_s: list[float] | None = (
+            None  # a heap: when each permit that nobody holds came free, or will
+        )
+        self._held: list[
+            tuple[AnswerReader, float]
+        ] = []  # whole answers that nobody had to understand at once
+        self._held_bytes = 0
+        self._outstanding = 0
+        self._peak_outstanding = 0
+        self._is_reusing = False  # this server keeps connections open
+        self._refill_lags_s: list[float] = []
+        self._ran_out_s: float | None = None
+        self._t0 = 0.0
+        self._until_s = inf
+        self._wake_s = -inf  # when something is to be sent next, as far as it is known
+
+    def __enter__(self) -> Self:
+        """Finds the server and opens connections ahead."""
+        with ExitStack() as stack:
+            stack.enter_context(_many_files())
+            self._pool = stack.enter_context(Pool(self._endpoint))
+            self._pool.open_ahead(self._most_at_once())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def play(self, t0: float | None = None) -> HttpPlayed:
+        """From time zero, a moment from now or `t0` (clock seconds), to the end of the last request."""
+        load = self._load
+        self._t0 = clock() + LEAD_S if t0 is None else t0
+        started_utc = datetime.now(UTC) + timedelta(seconds=self._t0 - clock())
+        if load.max_concurrency is not None:
+            starts_s = load.user_starts_s if self._scheduled_s is None else [0.0] * load.max_concurrency
+            self._free_s = sorted(self._t0 + start_s for start_s in starts_s)
+            if load.duration_s is not None:
+                self._until_s = self._t0 + load.duration_s
+        with _no_gc():
+            began_s, began_cpu_s = clock(), time.thread_time()
+            self._run()
+            busy_share = (time.thread_time() - began_cpu_s) / (clock() - began_s)
+            for reader, ended_s in self._held:
+                reader.end(ended_s)
+        return HttpPlayed(
+            self._requests,
+            self._t0,
+            started_utc.isoformat(),
+            self._peak_outstanding,
+            self._pool.opened,
+            busy_share,
+            self._refill_lags_s,
+            self._ran_out_s,
+        )
+
+    def _most_at_once(self) -> int:
+        cap = inf if self._load.max_concurrency is None else self._load.max_concurrency
+        if self._scheduled_s is None:
+            at_once = self._load.user_starts_s.count(0.0)
+        else:
+            at_once = max(Counter(self._scheduled_s).values(), default=0)
+        return int(min(at_once, cap, self._n_bodies))
+
+    def _run(self) -> None:
+        while True:
+            if self._deadlines:
+                self._give_up_overdue()  # first: what is read after its deadline came too late
+            if clock() >= self._wake_s:
+                self._send_due()
+            if not self._outstanding and self._wake_s == inf:
+                return
+            self._hear()
+
+    # --- sending
+
+    def _send_due(self) -> None:
+        """Sends what is due, new requests and retries; then sees to it that the next finds a connection open.
+
+        Sets when it is to be called again, unless something ends before.
+        """
+        for _ in range(MOST_SENDS):
+            now = clock()
+            if self._retries and self._retries[0][0] <= now:
+                _, _, offer = heapq.heappop(self._retries)
+                if now < offer.deadline_s:
+                    self._try(offer)
+                else:
+                    self._finish(offer, now)
+            elif self._next_due_s() <= now:
+                self._send_next(now)
+            else:
+                break
+        self._wake_s = self._next_due_s()
+        if self._retries:
+            self._wake_s = min(self._wake_s, self._retries[0][0])
+        if self._is_reusing and self._n_sent < self._n_bodies and not self._pool.has_spare:
+            self._open_spare()
+
+    def _next_due_s(self) -> float:
+        """When the next request is to be sent, or will not be any more; inf: never, or when another has ended."""
+        n, free_s = self._n_sent, self._free_s
+        if n == self._n_bodies:
+            return inf
+        due_s = -inf if self._scheduled_s is None else self._t0 + self._scheduled_s[n]
+        if free_s is None:
+            return due_s
+        permitted_s = free_s[0] if free_s else inf
+        return min(max(due_s, permitted_s), self._until_s)
+
+    def _send_next(self, now: float) -> None:
+        came_s = -inf
+        if self._free_s is not None:
+            # However short the duration is, somebody begins: nothing follows from a run without a request.
+            if now >= self._until_s and (self._scheduled_s is not None or self._n_sent):
+                self._stop_sending()
+                return
+            came_s = heapq.heappop(self._free_s)
+        if self._scheduled_s is None:
+            request = HttpRequest(0.0)
+            self._requests.append(request)
+            body = self._ready.popleft() if self._ready else next(self._bodies)
+        else:
+            request = self._requests[self._n_sent]
+            body = next(self._bodies)
+            request.permitted_s = came_s if came_s > self._t0 + request.scheduled_s else None
+        self._n_sent += 1
+        request.inflight = self._outstanding
+        self._outstanding += 1
+        self._peak_outstanding = max(self._peak_outstanding, self._outstanding)
+        offer = _Offer(request, body, inf)
+        sent_s = self._try(offer)
+        if self._scheduled_s is None:
+            request.scheduled_s = sent_s - self._t0
+            self._refill_lags_s.append(sent_s - came_s)
+            if self._n_sent == self._n_bodies:
+                self._ran_out_s = request.scheduled_s
+
+    def _stop_sending(self) -> None:
+        for request in self._requests[self._n_sent :]:
+            request.gave_up_s = clock()
+            request.unsent_because = unsent_because(self._load.max_concurrency)
+        self._n_bodies = self._n_sent
+
+    def _try(self, offer: _Offer) -> float:
+        """Returns when it was sent (clock seconds)."""
+        sent_s = clock()
+        attempt = HttpAttempt(sent_s=sent_s)
+        if not offer.request.tries and self._load.timeout_s is not None:
+            offer.deadline_s = sent_s + self._load.timeout_s
+            self._deadlines.append(offer)
+        offer.request.tries.append(attempt)
+        self._begin(_Try(offer, attempt), self._pool.take())
+        return sent_s
+
+    def _begin(self, exchange: _Try, connection: Connection | None) -> None:
+        """On `connection`, or on one that is opened for it."""
+        try:
+            if connection is None:
+                connection = self._pool.open()
+            connection.exchanges += 1
+            exchange.offer.connection = connection
+            self._tries[connection] = exchange
+            connection.send(request_bytes(self._head, exchange.offer.body))
+        except OSError as error:
+            self._fail(exchange, breakage_of(error), clock())
+        else:
+            self._pool.watch(connection)
+
+    def _open_spare(self) -> None:
+        cap = self._load.max_concurrency
+        if cap is None or len(self._pool.connections) < cap:
+            try:
+                self._pool.open_spare()
+            except OSError:
+                return  # whoever needs it will find out, and say so
+
+    # --- what comes back
+
+    def _hear(self) -> None:
+        """Waits for something to come, or for something to do, and sees to what came."""
+        came: list[tuple[Connection, float, bytes | Breakage | None]] = []
+        for connection in self._pool.ready(self._patience_s()):
+            data: bytes | Breakage | None = None
+            if connection.is_open:
+                try:
+                    data = connection.receive()
+                except OSError as error:
+                    data = breakage_of(error)
+            came.append((connection, clock(), data))
+        for connection, received_s, data in came:
+            exchange = self._tries.get(connection)
+            if exchange is not None and isinstance(data, bytes) and data and not connection.wants_write:
+                self._read(exchange, data, received_s)
+            else:
+                self._take(connection, received_s, data)
+            # Where no connection is free, those that were read may free one. A client that is late, and opens
+            # connections for want of time to read, is later still.
+            if clock() >= self._wake_s and self._pool.has_idle:
+                self._send_due()
+
+    def _patience_s(self) -> float | None:
+        if len(self._ready) < self._n_ahead and (made := [*islice(self._bodies, 1)]):
+            self._ready += made
+            return 0.0
+        moment_s = self._wake_s
+        if self._deadlines:
+            moment_s = min(moment_s, self._deadlines[0].deadline_s)
+        return None if moment_s == inf else max(0.0, moment_s - clock())
+
+    def _take(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
+        if connection.is_closed:
+            return  # given up since
+        exchange = self._tries.get(connection)
+        if not connection.is_open or connection.wants_write:
+            try:
+                connection.advance()
+            except OSError as error:
+                data = breakage_of(error)
+            else:
+                self._pool.watch(connection)
+                if connection.is_open and exchange is None:
+                    self._pool.give_back(connection)
+                    return
+        if data is None:
+            return
+        if exchange is None:  # closed while it was idle, or the server speaks unasked
+            self._pool.drop(connection)
+        elif isinstance(data, Breakage):
+            self._break(connection, exchange, data, received_s)
+        elif data:
+            self._read(exchange, data, received_s)
+        elif exchange.parser.end() and exchange.reader is not None:
+            exchange.reader.end(received_s)
+            self._end(exchange, received_s)
+        else:
+            when = "in the middle of its answer" if exchange.has_bytes else "before its answer"
+            closed = Breakage(Failure.CLOSED, f"the server closed the connection {when}")
+            self._break(connection, exchange, closed, received_s)
+
+    def _read(self, exchange: _Try, data: bytes, received_s: float) -> None:
+        exchange.has_bytes = True
+        parser, reader = exchange.parser, exchange.reader
+        body = parser.feed(data)
+        if reader is None and parser.status_code is not None:
+            exchange.attempt.head_s = received_s
+            reader = exchange.reader = AnswerReader(exchange.attempt, parser.status_code, parser.headers)
+        if parser.error is not None:
+            if reader is not None:
+                reader.read(body, received_s)
+            self._fail(exchange, Breakage(Failure.BAD_ANSWER, parser.error), received_s)
+            return
+        if reader is None:
+            return
+        if body:
+            reader.read(body, received_s)
+        if parser.is_complete:
+            if reader.may_wait and self._held_bytes + reader.held_bytes <= MOST_HELD_BYTES:
+                self._held.append((reader, received_s))
+                self._held_bytes += reader.held_bytes
+            else:
+                reader.end(received_s)
+            self._end(exchange, received_s)
+        elif exchange.attempt.failure is Failure.BAD_ANSWER:  # nothing that follows can mend it
+            self._cut(exchange, received_s)
+
+    def _break(self, connection: Connection, exchange: _Try, broken: Breakage, received_s: float) -> None:
+        if exchange.reader is not None and exchange.reader.says_done():
+            exchange.reader.end(received_s)  # it lacks nothing but the end of the HTTP message
+            self._end(exchange, received_s)
+        elif connection.exchanges > 1 and not exchange.has_bytes and broken.failure in _LOST_RACE:
+            # The server closed a connection that it held for idle, as the request was on its way. That says nothing
+            # about the request: it goes out again, and not on one that may be as old.
+            del self._tries[connection]
+            exchange.offer.connection = None
+            self._pool.drop(connection)
+            self._begin(exchange, None)
+        else:
+            self._fail(exchange, broken, received_s)
+
+    # --- ends
+
+    def _fail(self, exchange: _Try, broken: Breakage, at_s: float) -> None:
+        """A status that had come stays what it was; so does a failure that the server had told of."""
+        attempt = exchange.attempt
+        if attempt.failure is None:
+            attempt.failure, attempt.error = broken
+        self._cut(exchange, at_s)
+
+    def _cut(self, exchange: _Try, at_s: float) -> None:
+        """Ends it, though the answer has not come to its end."""
+        if exchange.reader is not None:
+            exchange.reader.settle()
+        self._end(exchange, at_s)
+
+    def _end(self, exchange: _Try, at_s: float) -> None:
+        attempt, offer, connection = exchange.attempt, exchange.offer, exchange.offer.connection
+        if connection is not None:
+            offer.connection = None
+            del self._tries[connection]
+            if exchange.parser.is_reusable and connection.has_sent_all:
+                self._is_reusing = True
+                self._pool.give_back(connection)
+            else:
+                self._pool.drop(connection)
+        attempt.ended_s = at_s
+        if attempt.failure is not None:
+            delay_s = self._policy.delay_s(attempt, len(offer.request.tries), self._rng)
+            if delay_s is not None and at_s + delay_s < offer.deadline_s:
+                heapq.heappush(self._retries, (at_s + delay_s, next(self._numbers), offer))
+                self._wake_s = min(self._wake_s, at_s + delay_s)
+                return
+        self._finish(offer, at_s)
+
+    def _finish(self, offer: _Offer, at_s: float) -> None:
+        """No try of it follows: its permit comes free."""
+        offer.is_over = True
+        self._outstanding -= 1
+        if self._free_s is not None:
+            is_refused = self._scheduled_s is None and offer.request.tries[-1].failure is not None
+            free_s = at_s + (CLOSED_LOOP_REFUSED_PAUSE_S if is_refused else 0.0)
+            heapq.heappush(self._free_s, free_s)
+            self._wake_s = min(self._wake_s, free_s)
+
+    def _give_up_overdue(self) -> None:
+        now, deadlines = clock(), self._deadlines
+        while deadlines and (deadlines[0].is_over or deadlines[0].deadline_s < now):
+            offer = deadlines.popleft()
+            if offer.connection is not None:
+                overdue = f"no whole answer within --timeout {self._load.timeout_s:g}"
+                self._fail(self._tries[offer.connection], Breakage(Failure.TIMEOUT, overdue), now)
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    """The client makes no cycles, and a pass over all that it keeps would take tens of milliseconds."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _many_files() -> Iterator[None]:
+    """As many open files as this process may ask for: the usual 1,024 are fewer than there are connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,103 @@
+"""What passes between the client of a server and the target that makes rows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+
+class Endpoint(NamedTuple):
+    """Where requests go: `path` is that of the API call, `headers` are sent with each."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Failure(StrEnum):
+    """Why a try has no complete answer. The server said it (STATUS, STREAM_ERROR), or nobody did."""
+
+    STATUS = "status"  # an answer other than 2xx
+    STREAM_ERROR = "stream error"  # an error event after a 200
+    BAD_ANSWER = "bad answer"  # what came is no answer of this API
+    REFUSED = "connection refused"
+    RESET = "connection reset"  # before or in the middle of an answer
+    CLOSED = "connection closed"  # the server ended its answer, or the connection, before that was whole
+    RESOLVE = "host not found"
+    CLIENT_LIMIT = "client limit"  # no ports or no file descriptors left here: never the server's doing
+    TLS = "TLS"
+    TIMEOUT = "timeout"  # the client's own deadline
+    OTHER = "other"
+
+
+@dataclass(slots=True)
+class HttpAttempt:
+    """One try of one request, in clock seconds; None for what did not happen.
+
+    `sent_s` is just before its bytes were handed to the system, or a connection was opened for it where none was
+    free; `head_s` when its head had been read, `ended_s` when the client knew how it ended. `deliveries` are the
+    events that held generated text, each at the time of the read that completed it and with its number of tokens:
+    all None where the server does not say. They are kept of a try that failed, too. `retry_after_s` is what the server
+    asked for.
+    """
+
+    sent_s: float | None = None
+    head_s: float | None = None
+    ended_s: float | None = None
+    status_code: int | None = None
+    failure: Failure | None = None
+    error: str | None = None
+    error_code: str | None = None
+    reject_reason: str | None = None
+    retry_after_s: float | None = None
+    deliveries: list[tuple[float, int | None]] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reason: str | None = None
+    timings: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """One offered request and its tries. `permitted_s` is None where the client's own cap did not hold it back.
+
+    `scheduled_s` is in seconds from time zero, the other moments are clock seconds. One without tries was never sent:
+    `gave_up_s` is when its client stopped, `unsent_because` why.
+    """
+
+    scheduled_s: float
+    permitted_s: float | None = None
+    tries: list[HttpAttempt] = field(default_factory=list)
+    inflight: int | None = None  # what this client had outstanding when it was first sent
+    gave_up_s: float | None = None
+    unsent_because: str | None = None
+
+
+class RetryPolicy(Protocol):
+    """Says whether a try is followed by another."""
+
+    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
+        """Seconds from the end of `attempt`, the last of `n_tries`, to the next try; None gives the request up."""
+        ...
+
+
+class HttpPlayed(NamedTuple):
+    """What a client saw, in the order of arrival. `t0` is time zero in clock seconds.
+
+    `busy_share` is the CPU seconds of the client's threads over the seconds that it ran: near 1 it was the bottleneck.
+    The rest is as in `bench.client.Played`.
+    """
+
+    requests: list[HttpRequest]
+    t0: float
+    started_utc: str
+    peak_outstanding: int
+    connections: int
+    busy_share: float
+    refill_lags_s: list[float]
+    ran_out_s: float | None

@@ -1,0 +1,152 @@
+"""The server that --target-cmd starts: its command for a limit, its start, its readiness, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from roseinfer.bench.environment import public_text, public_words
+from roseinfer.bench.http.address import Address
+from roseinfer.bench.http.asking import UnreachableError, ask
+from roseinfer.bench.http_options import LIMIT_WORD
+from roseinfer.errors import InputError, RunError
+
+READY_S: Final = 900.0
+"""Patience with a server that loads a model."""
+
+POLL_S: Final = 0.1
+STOP_S: Final = 20.0
+"""From SIGTERM to SIGKILL."""
+
+LAST_LINES: Final = 20
+MOST_OUTPUT_BYTES: Final = 64 * 1024
+_PORT: Final = "{port}"
+_OPTIONAL: Final = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
+
+
+def command_for(command: str, limit: int | None, port: int) -> tuple[str, ...]:
+    """The words that start the server with this limit: what is in [[ ]] is left out where there is none."""
+    text = _OPTIONAL.sub("" if limit is None else r"\1", command)
+    return tuple(word.replace(LIMIT_WORD, str(limit)).replace(_PORT, str(port)) for word in shlex.split(text))
+
+
+def check_command(command: str, limits: Sequence[int | None]) -> None:
+    """Raises InputError where the command of --target-cmd cannot set one of these limits, or is none."""
+    try:
+        words, _ = (command_for(command, limit, 0) for limit in (None, 1))
+    except ValueError as error:
+        raise InputError(
+            "--target-cmd", public_words(command), f"cannot be split into words: {error}"
+        ) from None
+    if not words:
+        raise InputError("--target-cmd", command, "names no program")
+    if any(limit is not None for limit in limits) and LIMIT_WORD not in command:
+        shown = ",".join(str(limit or 0) for limit in limits)
+        raise InputError(
+            "--max-inflight", shown, f"needs {LIMIT_WORD} in --target-cmd, or the server never hears of it"
+        )
+    if None in limits and LIMIT_WORD in _OPTIONAL.sub("", command):
+        why = f"sets a limit where --max-inflight 0 asks for none: put [[ ]] around the flag of {LIMIT_WORD}"
+        raise InputError("--target-cmd", public_words(command), why)
+
+
+class ServerProcess:
+    """A server that was started here, in a process group of its own, and is ready once this is made.
+
+    Raises RunError where it does not start, or where something else answers at its address.
+    """
+
+    def __init__(self, command: Sequence[str], address: Address, api_key: str | None = None) -> None:
+        self.command = tuple(command)
+        self._address = address
+        self._api_key = api_key
+        if _listens(address):
+            raise RunError(
+                f"something listens at {address.host} port {address.port} before --target-cmd was started there: it"
+                " would be measured in its place"
+            )
+        # A file, so that a talkative server never waits for a reader; it has no name, and goes with the process.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._output.close()
+            why = f"{self.command[0]}: {error.strerror}"
+            raise RunError(f"--target-cmd could not be started: {public_text(why)}") from error
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def check_alive(self, patience_s: float = 0.0) -> None:
+        """Raises RunError with its last words if it has ended, or ends within `patience_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        if (code := self._process.poll()) is not None:
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            raise RunError(f"the server of --target-cmd ended {how}{self._last_words()}")
+
+    def stop(self) -> None:
+        """SIGTERM to all that it started, and SIGKILL to what is still there after a while."""
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _wait_until_ready(self) -> None:
+        until_s = time.monotonic() + READY_S
+        while not self._is_ready():
+            self.check_alive()
+            if time.monotonic() > until_s:
+                raise RunError(
+                    f"the server of --target-cmd was not ready after {READY_S:g} s{self._last_words()}"
+                )
+            time.sleep(POLL_S)
+        self.check_alive()  # else it was another that answered
+
+    def _is_ready(self) -> bool:
+        """It says so at /health, where it has one, and lists its models."""
+        try:
+            health = ask(self._address, f"{self._address.root}/health", self._api_key)
+            if health.status not in (200, 404):
+                return False
+            return ask(self._address, f"{self._address.base}/models", self._api_key).status == 200
+        except UnreachableError:
+            return False
+
+    def _last_words(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        tail = os.pread(self._output.fileno(), MOST_OUTPUT_BYTES, max(0, size - MOST_OUTPUT_BYTES))
+        lines = [line.strip() for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
+        said = " | ".join(public_text(line) for line in lines[-LAST_LINES:])
+        return f"; it said last: {said}" if said else "; it said nothing"
+
+
+def _listens(address: Address) -> bool:
+    try:
+        with socket.create_connection((address.host, address.port), timeout=2.0):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,162 @@
+"""Plays a load with one client, or with several processes of which each has its share, on one clock."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+from typing import Final
+
+from roseinfer.bench.client import LEAD_S
+from roseinfer.bench.http.answers import spread_evenly
+from roseinfer.bench.http.client import HttpClient, clock
+from roseinfer.bench.http.exchange import Endpoint, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.load import Load
+from roseinfer.errors import InputError, RunError
+
+END_S: Final = 5.0
+"""Patience with a worker that was asked to end."""
+
+
+def play(
+    endpoint: Endpoint,
+    load: Load,
+    scheduled_s: list[float] | None,
+    bodies: Sequence[bytes],
+    policy: RetryPolicy,
+    *,
+    seed: int,
+    client_workers: int = 1,
+) -> HttpPlayed:
+    """Sends `bodies` as `scheduled_s` (seconds from time zero; None: a closed loop) and `load` have it.
+
+    Whatever servers do is in what it returns. Raises RunError where a run is impossible, and InputError where
+    workers are to share what cannot be shared: a closed loop, or a cap on what is outstanding.
+    """
+    if client_workers > 1:
+        if scheduled_s is None or load.max_concurrency is not None:
+            why = "cannot share --max-concurrency: its permits are one queue"
+            raise InputError("--client-workers", client_workers, why)
+        played = _play_shares(endpoint, load, scheduled_s, bodies, policy, seed, client_workers)
+    else:
+        with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
+            played = client.play()
+    spread_evenly(request.tries[-1] for request in played.requests if request.tries)
+    return played
+
+
+def _play_shares(
+    endpoint: Endpoint,
+    load: Load,
+    scheduled_s: list[float],
+    bodies: Sequence[bytes],
+    policy: RetryPolicy,
+    seed: int,
+    n: int,
+) -> HttpPlayed:
+    # A fresh interpreter each: a fork would copy the locks that other threads of this process hold.
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pipes: list[Pipe] = []
+        for worker in range(n):
+            ours, theirs = context.Pipe()
+            stack.callback(ours.close)
+            share = (
+                endpoint,
+                load,
+                scheduled_s[worker::n],
+                list(bodies[worker::n]),
+                policy,
+                f"{seed} {worker}",
+            )
+            process = context.Process(target=_work, args=(theirs, *share), daemon=True)
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise RunError(f"a worker cannot be given its share: {error}") from error
+            finally:
+                theirs.close()
+            stack.callback(_end, process)
+            pipes.append(ours)
+        for pipe in pipes:
+            _hear(pipe)  # it has its connections
+        t0 = clock() + LEAD_S
+        started = datetime.now(UTC) + timedelta(seconds=LEAD_S)
+        for pipe in pipes:
+            pipe.send(t0)
+        return _merged([_hear(pipe) for pipe in pipes], t0, started)
+
+
+def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], bodies: list[bytes],
+          policy: RetryPolicy, seed: str) -> None:  # fmt: skip
+    """One worker: says when it is ready, is told time zero, returns what it played."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
+    gc.freeze()
+    with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
+        pipe.send(None)
+        played = client.play(pipe.recv())
+    pipe.send(played)
+
+
+def _hear(pipe: Pipe) -> HttpPlayed:
+    try:
+        said: HttpPlayed = pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        raise RunError("a process of --client-workers has died") from error
+    return said
+
+
+def _end(process: BaseProcess) -> None:
+    """However far it is. One that has played its share is about to end on its own."""
+    process.terminate()
+    process.join(END_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
+def _merged(shares: list[HttpPlayed], t0: float, started: datetime) -> HttpPlayed:
+    """Request i of worker k of n is request i * n + k of all."""
+    requests = [
+        shares[i % len(shares)].requests[i // len(shares)]
+        for i in range(sum(len(share.requests) for share in shares))
+    ]
+    return HttpPlayed(
+        requests,
+        t0,
+        started.isoformat(),
+        _count_outstanding(requests),
+        sum(share.connections for share in shares),
+        max(share.busy_share for share in shares),
+        [],
+        None,
+    )
+
+
+def _count_outstanding(requests: list[HttpRequest]) -> int:
+    """Sets what all workers together had outstanding when each was sent, and returns the most there ever was."""
+    ends_s: list[float] = []
+    peak = 0
+    for request in sorted(requests, key=_sent_s):
+        while ends_s and ends_s[0] <= _sent_s(request):
+            heapq.heappop(ends_s)
+        request.inflight = len(ends_s)
+        ended_s = request.tries[-1].ended_s
+        assert ended_s is not None
+        heapq.heappush(ends_s, ended_s)
+        peak = max(peak, len(ends_s))
+    return peak
+
+
+def _sent_s(request: HttpRequest) -> float:
+    sent_s = request.tries[0].sent_s
+    assert sent_s is not None
+    return sent_s

@@ -1,0 +1,116 @@
+"""Which flags mean something to which target: no flag is accepted that nothing would read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Final
+
+from roseinfer.bench.flag_values import wrong
+from roseinfer.bench.http_options import APIS, RETRIES, HttpOptions
+from roseinfer.bench.options import TARGETS, RunOptions, flag, is_url
+from roseinfer.errors import InputError
+
+OF_ENGINES: Final = (
+    "model",
+    "device",
+    "dtype",
+    "num_threads",
+    "prompt",
+    "prefix_len",
+    "pretok",
+    "tokenize_workers",
+    "stop_at_eos",
+    "warmup_runs",
+)
+"""Flags that a simulated engine has no use for: it has no weights, and no text."""
+
+NOT_OF_SERVERS: Final = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "num_threads",
+    "pretok",
+    "tokenize_workers",
+    "max_active_requests",
+    "max_batch_size",
+    "max_num_batched_tokens",
+    "kv_cache_tokens",
+    "cost_model",
+)
+"""Flags of an engine, real or simulated, that its own server would have to be started with."""
+
+OF_SERVERS: Final = tuple(HttpOptions.__dataclass_fields__)
+
+MOST_CLIENT_WORKERS: Final = 64
+
+
+def unread(target: str) -> Collection[str]:
+    """The fields that a run on this target has no use for."""
+    if is_url(target):
+        return NOT_OF_SERVERS
+    return (*OF_SERVERS, *OF_ENGINES) if target == "sim" else OF_SERVERS
+
+
+def check_target(o: RunOptions, given: Collection[str]) -> None:
+    """Raises InputError naming the flag; `given` names the fields that the user set."""
+    if is_url(o.target):
+        _check_server(o, given)
+        return
+    if o.target not in TARGETS:
+        raise wrong("target", o, f"must be {', '.join(TARGETS)} or the http:// or https:// URL of a server")
+    if o.retry != "none":
+        raise wrong("retry", o, "needs a server as --target: only there clients retry so far")
+    for field in OF_SERVERS:
+        if field in given and getattr(o, field) is not None and field != "retry":
+            raise wrong(field, o, f"needs a server as --target, not {o.target}")
+    if o.target == "engine":
+        if o.cost_model is not None:
+            raise wrong("cost_model", o, "needs --target sim")
+        return
+    if o.cost_model is None:
+        raise wrong("target", o, "needs --cost-model")
+    for field in OF_ENGINES:
+        if field in given and getattr(o, field) not in (None, False):
+            raise wrong(field, o, "contradicts --target sim, which has no model and no text")
+
+
+def _check_server(o: RunOptions, given: Collection[str]) -> None:
+    from roseinfer.bench.http.address import Address
+    from roseinfer.bench.http.server_process import check_command
+
+    Address.parse(o.target)
+    for field in NOT_OF_SERVERS:
+        if field in given and getattr(o, field) not in (None, False):
+            raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
+    if o.api not in APIS:
+        raise wrong("api", o, f"must be {' or '.join(APIS)}")
+    if o.retry not in RETRIES:
+        raise wrong("retry", o, f"must be {', '.join(RETRIES)}")
+    if o.model == "":
+        raise wrong("model", o, "is empty")
+    if not 1 <= o.client_workers <= MOST_CLIENT_WORKERS:
+        raise wrong("client_workers", o, f"must be a whole number from 1 to {MOST_CLIENT_WORKERS}")
+    if o.client_workers > 1 and o.max_concurrency is not None:
+        raise wrong("client_workers", o, "cannot share --max-concurrency: its permits are one queue")
+    limits = [int(text) or None for text in o.max_inflight.split(",")]
+    if o.target_cmd is None:
+        if limits != [None]:
+            raise wrong(
+                "max_inflight", o, f"is the server's to set: needs {flag('target_cmd')} with {{max_inflight}}"
+            )
+    else:
+        check_command(o.target_cmd, limits)
+    api_key(o)
+
+
+def api_key(o: RunOptions) -> str | None:
+    """The key that --api-key-env names. Raises InputError where there is none, which never shows a key."""
+    if o.api_key_env is None:
+        return None
+    key = os.environ.get(o.api_key_env, "").strip()
+    if not key:
+        raise InputError("--api-key-env", o.api_key_env, "is no environment variable that is set")
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("--api-key-env", o.api_key_env, "holds characters that no header takes")
+    return key

@@ -1,0 +1,74 @@
+"""Plays a load against a scripted server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from roseinfer.bench.http.exchange import Endpoint, HttpAttempt, HttpPlayed, RetryPolicy
+from roseinfer.bench.http.workers import play
+from roseinfer.bench.load import CLOSED, Load
+
+
+class Never:
+    """The policy of a client without retries."""
+
+    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
+        return None
+
+
+class UpTo:
+    """Tries `n` times, after `delay_s`; notes in `asked` what it was asked."""
+
+    def __init__(self, n: int, delay_s: float = 0.0) -> None:
+        self._n = n
+        self._delay_s = delay_s
+        self.asked: list[tuple[int | None, int]] = []
+
+    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
+        self.asked.append((attempt.status_code, n_tries))
+        return self._delay_s if n_tries < self._n else None
+
+
+def bodies(n: int) -> list[bytes]:
+    return [json.dumps({"i": i}).encode() for i in range(n)]
+
+
+def played(
+    endpoint: Endpoint,
+    scheduled_s: list[float],
+    *,
+    policy: RetryPolicy | None = None,
+    client_workers: int = 1,
+    **load: Any,
+) -> HttpPlayed:
+    """An open loop; `load` are fields of Load."""
+    shape = Load(arrival="constant", **load)
+    return play(
+        endpoint,
+        shape,
+        scheduled_s,
+        bodies(len(scheduled_s)),
+        Never() if policy is None else policy,
+        seed=1,
+        client_workers=client_workers,
+    )
+
+
+def looped(
+    endpoint: Endpoint,
+    users: int,
+    its_bodies: Sequence[bytes],
+    *,
+    policy: RetryPolicy | None = None,
+    **load: Any,
+) -> HttpPlayed:
+    """A closed loop."""
+    shape = Load(arrival=CLOSED, max_concurrency=users, **load)
+    return play(endpoint, shape, None, its_bodies, Never() if policy is None else policy, seed=1)
+
+
+def last_tries(result: HttpPlayed) -> list[HttpAttempt]:
+    return [request.tries[-1] for request in result.requests]

@@ -1,0 +1,61 @@
+"""What a server says of itself at /metrics."""
+
+from __future__ import annotations
+
+from roseinfer.bench.http.address import Address
+from roseinfer.bench.http.scrape import MOST_SERIES, Scrape, read_metrics
+from tests.bench.http.openai_server import METRICS, OpenAiServer
+
+TEXT = b"""# HELP vllm:num_requests_waiting Number
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{model_name="a b",engine="0"} 3.0
+vllm:num_requests_running 1e1
+vllm:request_latency_bucket{le="0.5"} 7
+http_requests_created 1.7e9
+python_gc_collections_total 12
+roseinfer_refusals_total{reason="max_inflight"} 4 1700000000
+queue_depth NaN
+max_inflight_requests +Inf
+odd_queue x
+"""
+
+
+def test_series_about_requests_are_read_and_no_others() -> None:
+    assert read_metrics(TEXT) == {
+        'vllm:num_requests_waiting{model_name="a b",engine="0"}': 3.0,
+        "vllm:num_requests_running": 10.0,
+        'roseinfer_refusals_total{reason="max_inflight"}': 4.0,
+    }
+
+
+def test_what_is_kept_is_bounded() -> None:
+    assert len(read_metrics(b"".join(b"queue_%d 1\n" % n for n in range(1000)))) == MOST_SERIES
+
+
+def test_it_is_asked_before_and_after() -> None:
+    with OpenAiServer(metrics=METRICS) as server:
+        with Scrape(Address.parse(server.url), every_s=3600) as scrape:
+            pass
+        assert server.asked == ["/metrics", "/metrics"]
+    assert scrape.notes() == {
+        "scrapes": 2,
+        "series": {
+            "vllm:num_requests_waiting": {"before": 3.0, "least": 3.0, "most": 3.0, "after": 3.0},
+        },
+    }
+
+
+def test_a_server_without_metrics_is_asked_once() -> None:
+    with OpenAiServer() as server:
+        with Scrape(Address.parse(server.url), every_s=0) as scrape:
+            pass
+        assert server.asked == ["/metrics"]
+    assert scrape.notes() is None
+
+
+def test_a_server_that_is_not_there_is_no_failure() -> None:
+    with OpenAiServer() as server:
+        address = Address.parse(server.url)
+    with Scrape(address) as scrape:
+        pass
+    assert scrape.notes() is None
