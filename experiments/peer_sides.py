@@ -18,8 +18,8 @@ STEPS: Final = 24
 
 
 def prompt_ids(index: int, length: int) -> list[int]:
-    """Token ids that every vocabulary here has."""
-    return [(7 * i * i + 13 * i + 31 * index + length) % 40_000 for i in range(length)]
+    """Token ids below 30,000."""
+    return [(7 * i * i + 13 * i + 31 * index + length) % 30_000 for i in range(length)]
 
 
 class Roseinfer:
@@ -85,6 +85,7 @@ class Roseinfer:
 
 class Vllm:
     def __init__(self, model: str, dtype: str) -> None:
+        import torch
         import vllm
 
         self._llm = vllm.LLM(
@@ -97,7 +98,11 @@ class Vllm:
             seed=0,
         )
         self._params = vllm.SamplingParams
-        self.describe = {"dtype": dtype, "version": vllm.__version__}
+        self.describe = {
+            "dtype": dtype,
+            "version": vllm.__version__,
+            "num_threads": torch.get_num_threads(),
+        }
 
     def prefill(self, prompts: int, prompt_len: int) -> dict[str, Any]:
         asked = [{"prompt_token_ids": prompt_ids(i, prompt_len)} for i in range(prompts)]
@@ -143,7 +148,11 @@ class Transformers:
 
         loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model = loaded.eval()
-        self.describe = {"dtype": dtype, "version": transformers.__version__}
+        self.describe = {
+            "dtype": dtype,
+            "version": transformers.__version__,
+            "num_threads": torch.get_num_threads(),
+        }
 
     def prefill(self, prompts: int, prompt_len: int) -> dict[str, Any]:
         import torch

@@ -60,12 +60,12 @@ class KVCache:
     def check(self) -> None:
         """Raises InvariantError unless every block is either free or owned, once."""
         n_blocks = 0
-        seen = bytearray(
-            self.num_blocks
-        )  # tests of long runs check after every step: a sort would take them minutes
+        # Not a sort: tests of long runs check after every step, and it would take them minutes.
+        seen = bytearray(self.num_blocks)
         for blocks in (self._free, *self._owned.values()):
             n_blocks += len(blocks)
             for block in blocks:
-                seen[block] = 1
+                if 0 <= block < self.num_blocks:  # else -1 would pass for the last one
+                    seen[block] = 1
         if n_blocks != self.num_blocks or not all(seen):
             raise InvariantError("KV blocks: free + owned is not the whole, or a block is counted twice")

@@ -148,7 +148,9 @@ class Scheduler:
             if request.num_scheduled > request.num_to_schedule:
                 raise InvariantError(f"request {request.request_id} was scheduled past its last token")
             n_known = request.prompt_len + len(request.output_ids)
-            if request.num_pending < 0 or request.num_scheduled > n_known + request.num_pending:
+            # The tokens of an aborted one are dropped, and so never known.
+            unknown = request.num_scheduled > n_known + request.num_pending and not request.aborted
+            if request.num_pending < 0 or unknown:
                 raise InvariantError(f"request {request.request_id}: tokens were computed that nobody knows")
 
     def _head(self) -> Request | None:

@@ -289,6 +289,18 @@ def test_with_steps_planned_ahead_tokens_neither_double_nor_get_lost() -> None: 
     assert_drained(ahead)
 
 
+def test_the_books_are_right_while_the_steps_of_an_aborted_request_come_in() -> None:  # case B6
+    driver = CoreDriver()
+    request = driver.add(4, 8)
+    launched = [planned(driver) for _ in range(3)]
+    driver.abort(request)
+    for plan in launched:
+        driver.commit(plan)
+        driver.core.check()
+    assert request.finish_reason is FinishReason.ABORT
+    assert_drained(driver)
+
+
 def test_a_late_token_of_a_request_that_met_its_eos_is_dropped() -> None:  # case B6
     driver = CoreDriver()
     request = driver.add(4, 8)

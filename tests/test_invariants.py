@@ -38,6 +38,8 @@ class Scene:
 BROKEN: dict[str, Callable[[Scene], object]] = {
     "a block is lost": lambda s: s.kv_cache._free.pop(),
     "a block is free twice": lambda s: s.kv_cache._free.append(s.kv_cache._free[0]),
+    "a block is none of the cache's": lambda s: s.kv_cache._free.__setitem__(0, -1),
+    "a block is past the last one": lambda s: s.kv_cache._free.__setitem__(0, s.kv_cache.num_blocks),
     "a block is free and owned": lambda s: s.kv_cache._free.append(s.decoding.block_table[0]),
     "a block has two owners": lambda s: s.half.block_table.__setitem__(0, s.decoding.block_table[0]),
     "one that ended owns blocks": lambda s: s.kv_cache.allocate(s.unread.request_id, 16),

@@ -56,10 +56,12 @@ def test_while_a_long_prompt_is_tokenised_an_event_loop_submits_and_streams_on()
         first = await anext(pieces)
         long = manager.submit("x" * 100_000, SamplingParams(2))
         began.wait()  # and from here on it does not end by itself
-        rest = "".join([piece async for piece in pieces])
-        short = "".join([piece async for piece in manager.submit([1], SamplingParams(3)).text_async()])
-        assert long.timings.tokenized_s is None
-        go_on.set()
+        try:
+            rest = "".join([piece async for piece in pieces])
+            short = "".join([piece async for piece in manager.submit([1], SamplingParams(3)).text_async()])
+            assert long.timings.tokenized_s is None
+        finally:
+            go_on.set()  # else a failure would hang in `close`
         return [first + rest, short, "".join([piece async for piece in long.text_async()])]
 
     with SchedulerManager(

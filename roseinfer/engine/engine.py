@@ -160,7 +160,8 @@ class InferenceEngine:
     def make_executor(self, *, num_kv_blocks: int, max_batch_size: int, clock: Clock) -> TorchExecutor:
         """An executor of its own KV. Drop the last one before making the next: then its memory is used again.
 
-        Every batch size was computed once when this returns (up to 64), so that no request pays for being the first.
+        A decode of every batch size up to 64 was computed once when this returns, so that no request pays for being
+        the first. Steps with a prefill are left cold: they have any number of tokens.
         """
         executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
         self._kv.lend(executor)

@@ -129,9 +129,9 @@ def texts(due_s: NDArray[np.float64], arrival: str, output_tokens: int) -> Workl
 
 
 def wrong_stages(rows: pd.DataFrame, truth: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-    """The stages whose median error is a millisecond or more, with that."""
+    """The stages whose median error is 2 ms or more, with that."""
     errors_ms = {stage: 1e3 * float(np.median(np.abs(rows[stage] - truth[stage]))) for stage in truth}
-    return {stage: error_ms for stage, error_ms in errors_ms.items() if error_ms >= 1.0}
+    return {stage: error_ms for stage, error_ms in errors_ms.items() if error_ms >= 2.0}
 
 
 def scripted_ends_s(due_s: NDArray[np.float64]) -> NDArray[np.float64]:
