@@ -80,6 +80,7 @@ class InferenceEngine:
         self._model, implementation = _implementation(model, self._max_model_len, native)
         self._device = model.device
         self._tokenizer = loaded.tokenizer
+        self.chat_template = loaded.chat_template
         self._eos_token_ids = loaded.eos_token_ids
         self._kv = KVPool(layers, model.device, dtype)
         self._warmed = 0  # batch sizes up to this

@@ -13,13 +13,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from roseinfer.chat_template import ChatTemplate
 from roseinfer.engine.builtin import BUILTIN_SEED, build_builtin
 from roseinfer.errors import ModelError
 from roseinfer.model_source import ModelSource, SourceKind, check_folder
 from roseinfer.tokenization import FastTokenizer, builtin_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt"]
@@ -34,6 +35,7 @@ class LoadedModel:
     tokenizer: FastTokenizer
     eos_token_ids: frozenset[int]
     weights: str
+    chat_template: ChatTemplate | None = None
 
 
 def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -> LoadedModel:
@@ -80,7 +82,15 @@ def _load_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
         raise ModelError(
             "model", name, f"{len(missing)} weights are missing or misshapen, {missing[0]} among them"
         )
-    return LoadedModel(model.to(device).eval(), fast, _eos_ids(model, tokenizer.eos_token_id), "real")
+    eos_ids, chat = _eos_ids(model, tokenizer.eos_token_id), _chat_template(tokenizer, fast)
+    return LoadedModel(model.to(device).eval(), fast, eos_ids, "real", chat)
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase, fast: FastTokenizer) -> ChatTemplate | None:
+    if not isinstance(tokenizer.chat_template, str):  # none, or several for several purposes
+        return None
+    in_front = "".join(fast.tokenizer.encode("").tokens)
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map, in_front)
 
 
 def _model_folder(source: ModelSource) -> Path:

@@ -1,0 +1,179 @@
+"""Accepted requests: their events as text, and their slots until `close`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from roseinfer.errors import ManagerClosedError, RequestFailedError
+from roseinfer.executor import IncrementalDecoder
+from roseinfer.manager import SchedulerManager
+from roseinfer.request import FinishReason, SamplingParams, TokenEvent
+from roseinfer.server.answers import Outcome
+from roseinfer.stream import RequestStream, Timings
+from roseinfer.tokenization import StopMatcher
+
+GROUP: Final = 8
+"""Tokens that are handled before the event loop has a look at its sockets."""
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Generation:
+    """Read by one task of the event loop. Its reader calls `close` whatever happens: nothing else frees the slot.
+
+    A stream that is iterated would free it when the last token is taken, not when that has been sent. Only a
+    stop string frees it a little earlier: the core drops the request at once, for there is nothing more to compute.
+    """
+
+    def __init__(
+        self, stream: RequestStream, stop: Sequence[str], new_decoder: Callable[[], IncrementalDecoder]
+    ):
+        self.finish_reason: FinishReason | None = None
+        self.token_times_s: list[float] = []
+        """The engine's stamps of the tokens that became text."""
+        self.request_id = stream.request_id
+        self._stream = stream
+        self._matcher = StopMatcher(stop)
+        self._new_decoder = new_decoder
+        self._decoder: IncrementalDecoder | None = None
+        self._texts: list[str] = []  # not yet read
+        self._failure: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def timings(self) -> Timings:
+        return self._stream.timings
+
+    def close(self) -> None:
+        """Ends the request if it still runs, and frees its slot. Harmless when repeated."""
+        self._stream.close()
+
+    def client_is_gone(self) -> None:
+        """Closes; `next` raises a ClientGoneError."""
+        self.close()
+        self._texts.clear()
+        self._failure = ClientGoneError()
+        self.wake()
+
+    async def next(self) -> str:
+        """The text of all that came, waiting for something if need be; may be "". Sets `finish_reason` at the end.
+
+        Raises ClientGoneError, RequestFailedError (`__cause__` says why), or ManagerClosedError for a request that
+        a closing server cut short.
+        """
+        if not self._texts and self._failure is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if not self._texts and self._failure is not None:
+            raise self._failure  # what came before it is shown first
+        text = "".join(self._texts)
+        self._texts.clear()
+        return text
+
+    def wake(self) -> None:
+        """Lets the reader see what was taken."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def take(self, event: TokenEvent) -> None:
+        """Makes an event text; the reader is not woken yet."""
+        if self.finish_reason is not None or self._failure is not None:
+            return  # computed behind a stop string, or nobody wants it
+        try:
+            self._take(event)
+        except Exception as error:  # one tokenizer's fault must not end the other streams
+            self._failure = RequestFailedError(event.request_id, str(error))
+            self._failure.__cause__ = error
+
+    def outcome(self) -> Outcome:
+        """Only asked of what has ended."""
+        assert self.finish_reason is not None
+        times, token_times_s = self.timings, self.token_times_s
+        queue_s = prefill_s = decode_s = None
+        if times.first_scheduled_s is not None:
+            queue_s = times.first_scheduled_s - times.reserved_s
+            if token_times_s:
+                prefill_s = token_times_s[0] - times.first_scheduled_s
+                decode_s = token_times_s[-1] - token_times_s[0]
+        prompt_tokens = self._stream.prompt_tokens or 0
+        return Outcome(
+            self.finish_reason.value, prompt_tokens, len(token_times_s), queue_s, prefill_s, decode_s
+        )
+
+    def _take(self, event: TokenEvent) -> None:
+        if self._decoder is None:
+            self._decoder = self._new_decoder()
+        text = ""
+        if event.token_id is not None:
+            self.token_times_s.append(event.time_s)
+            text = self._matcher.push(self._decoder.step(event.token_id))
+        if event.finish_reason is FinishReason.ABORT:
+            self._failure = ManagerClosedError("cut short by the end of the server")
+        elif event.error is not None:
+            self._failure = RequestFailedError(event.request_id, str(event.error))
+            self._failure.__cause__ = event.error
+        else:
+            if event.finish_reason is not None:
+                text += self._matcher.push(self._decoder.finish()) + self._matcher.finish()
+                self.finish_reason = event.finish_reason
+            self._texts.append(text)
+        if self._matcher.stopped:
+            self.finish_reason = FinishReason.STOP
+            self.close()
+
+
+class Generations:
+    """All that live: one reader of one mailbox, which does for each step once what a reader a request would repeat."""
+
+    def __init__(self, manager: SchedulerManager, on_gap: Callable[[float], None]) -> None:
+        """`on_gap` gets the seconds between a token and the one before it."""
+        self._manager = manager
+        self._on_gap = on_gap
+        self._mailbox = manager.new_mailbox()
+        self._live: dict[int, Generation] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    def open(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
+        """Raises what `SchedulerManager.submit` raises. Called in an event loop; `close` what it returns."""
+        stream = self._manager.submit(prompt, params, mailbox=self._mailbox)
+        generation = Generation(stream, params.stop, self._manager.new_decoder)
+        self._live[stream.request_id] = generation
+        loop = asyncio.get_running_loop()
+        if self._reading is None or self._reading.done() or self._reading.get_loop() is not loop:
+            self._reading = loop.create_task(self._read())
+        return generation
+
+    def close(self, generation: Generation) -> None:
+        """Frees its slot, and forgets it."""
+        generation.close()
+        self._live.pop(generation.request_id, None)
+
+    async def _read(self) -> None:
+        while True:
+            others = []
+            for event in await self._mailbox.take_async():
+                generation = self._live.get(event.request_id)
+                if generation is None:
+                    continue
+                if generation.token_times_s:
+                    others.append((generation, event))
+                else:
+                    generation.take(event)
+                    generation.wake()
+            # First tokens are written before anything is done for the others, and between groups of those the loop
+            # looks for new requests. In a group all text is made before it is written: writes close together wake
+            # a reader of many streams once.
+            for begin in range(0, len(others), GROUP):
+                await asyncio.sleep(0)
+                group = others[begin : begin + GROUP]
+                for generation, event in group:
+                    generation.take(event)
+                    times_s = generation.token_times_s
+                    if event.token_id is not None and len(times_s) > 1:
+                        self._on_gap(times_s[-1] - times_s[-2])
+                for generation, _ in group:
+                    generation.wake()

@@ -1,0 +1,73 @@
+"""What `/metrics` tells Prometheus. One registry for each app, so that several may live in a process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from roseinfer.manager import SchedulerManager
+from roseinfer.server.generation import Generation
+
+_WAIT_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """Counters and histograms of one app; gauges ask the manager when they are read."""
+
+    def __init__(self, manager: SchedulerManager) -> None:
+        self._registry = registry = CollectorRegistry()
+        for name, help_, read in (
+            (
+                "in_flight",
+                "Slots taken: waiting, running, or ended and not yet sent",
+                lambda: manager.inflight,
+            ),
+            ("waiting", "Requests that are tokenising or wait for a seat", lambda: manager.waiting),
+            ("running", "Requests that steps work on", lambda: manager.running),
+        ):
+            Gauge(f"roseinfer_requests_{name}", help_, registry=registry).set_function(read)
+        limit = manager.admission.limit
+        Gauge(
+            "roseinfer_in_flight_limit", "Slots of this process, +Inf without a limit", registry=registry
+        ).set(float("inf") if limit is None else limit)
+        self._refusals = Counter("roseinfer_refusals", "Requests refused", ["reason"], registry=registry)
+        self._ends = Counter("roseinfer_requests", "Requests ended", ["finish_reason"], registry=registry)
+        self._tokens = Counter(
+            "roseinfer_generated_tokens", "Tokens of requests that ended", registry=registry
+        )
+
+        def seconds(name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"roseinfer_{name}_seconds", help_, buckets=buckets, registry=registry)
+
+        self._queue_wait = seconds("queue_wait", "From slot taken to first scheduled", _WAIT_BUCKETS_S)
+        self._ttft = seconds(
+            "time_to_first_token", "From slot taken to first bytes handed over", _WAIT_BUCKETS_S
+        )
+        self._itl = seconds("inter_token_latency", "Between tokens, as the engine made them", _GAP_BUCKETS_S)
+        self._e2e = seconds("e2e_latency", "From slot taken to the last byte handed over", _WAIT_BUCKETS_S)
+
+    def refused(self, reason: str) -> None:
+        """A request was told to come back later."""
+        self._refusals.labels(reason).inc()
+
+    def token_gap(self, seconds: float) -> None:
+        """A token came so long after the one before it."""
+        self._itl.observe(seconds)
+
+    def began(self, generation: Generation, now: float) -> None:
+        """The first bytes of an answer were handed over, or would have been if it were a stream."""
+        times = generation.timings
+        self._ttft.observe(now - times.reserved_s)
+        if times.first_scheduled_s is not None:
+            self._queue_wait.observe(times.first_scheduled_s - times.reserved_s)
+
+    def ended(self, generation: Generation, finish_reason: str, now: float) -> None:
+        """Nothing more is sent. Latency is of complete answers only."""
+        self._ends.labels(finish_reason).inc()
+        self._tokens.inc(len(generation.token_times_s))
+        if generation.finish_reason is not None:
+            self._e2e.observe(now - generation.timings.reserved_s)
+
+    def text(self) -> bytes:
+        """In the text format of Prometheus."""
+        return generate_latest(self._registry)
