@@ -154,7 +154,7 @@ class CompletionBody(OpenAISampling):
             if len(prompt) > 1:
                 raise InputError("prompt", None, f"holds {len(prompt)} prompts: send a request for each")
             prompt = prompt[0]
-        tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        tokens = self.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
         params = self.params(tokens, "max_tokens", 1.0, limits)
         return Wanted(_checked(prompt, "prompt", limits), params, bool(self.stream), self.include_usage)
 
@@ -197,7 +197,8 @@ class ChatBody(OpenAISampling):
                 "max_completion_tokens", None, "is max_tokens by its newer name: send one of them"
             )
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        tokens = self.max_tokens or self.max_completion_tokens or DEFAULT_CHAT_TOKENS
+        asked = self.max_tokens or self.max_completion_tokens
+        tokens = asked or min(DEFAULT_CHAT_TOKENS, limits.output_tokens)
         params = self.params(tokens, name, 1.0, limits)
         return Wanted(_checked(prompt, "messages", limits), params, bool(self.stream), self.include_usage)
 
@@ -206,12 +207,13 @@ class GenerateBody(Sampling):
     """`POST /generate`: greedy unless told otherwise; a stream of it is plain text."""
 
     prompt: str | Ids
-    max_new_tokens: Tokens = 16
+    max_new_tokens: Tokens | None = None
 
     def wanted(self, limits: BodyLimits) -> Wanted:
         """Raises InputError for what is not served."""
         self.refuse_unserved()
-        params = self.params(self.max_new_tokens, "max_new_tokens", 0.0, limits)
+        tokens = self.max_new_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
+        params = self.params(tokens, "max_new_tokens", 0.0, limits)
         return Wanted(_checked(self.prompt, "prompt", limits), params, bool(self.stream), True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from roseinfer.chat_template import ChatTemplate
+from roseinfer.request import SamplingParams
 from roseinfer.tokenization import builtin_tokenizer
 from tests.scripted import EOS, ScriptedEngine
 from tests.server.serving import an_app, ask, chat, complete, events_of, manager_of, text_of
@@ -110,13 +111,16 @@ def test_defaults_are_those_of_the_api() -> None:
 
 
 def test_parameters_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[SamplingParams] = []
     with an_app() as app:
         manager = manager_of(app)
         submit = manager.submit
-        monkeypatch.setattr(
-            manager, "submit", lambda p, params, **kw: seen.append(params) or submit(p, params, **kw)
-        )
+
+        def noted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
+            seen.append(params)
+            return submit(prompt, params, **options)
+
+        monkeypatch.setattr(manager, "submit", noted)
         complete(app, max_tokens=3, temperature=0.5, top_p=0.9, top_k=-1, seed=7, stop="z", ignore_eos=True)
     (params,) = seen
     assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k) == (3, 0.5, 0.9, 0)

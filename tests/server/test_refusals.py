@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -400,8 +399,6 @@ def test_an_engine_that_fails_before_the_first_token_is_a_500(stream: bool) -> N
 
 
 def test_an_engine_that_fails_later_ends_the_stream_with_an_error() -> None:  # case D7
-    seen = threading.Event()
-
     def compute(plan: StepPlan) -> None:
         if len(engine.plans) == 4:
             raise RuntimeError(SECRET)
@@ -410,8 +407,7 @@ def test_an_engine_that_fails_later_ends_the_stream_with_an_error() -> None:  # 
     with an_app(engine) as app:
         response = complete(app, stream=True)
         assert manager_of(app).inflight == 0
-    seen.set()
-    assert response.status_code in (200, 500)
+    assert response.status_code == 200
     assert SECRET not in response.text
     assert response.text.rstrip().splitlines()[-1].removeprefix("data: ").startswith('{"error": ')
     assert "[DONE]" not in response.text
