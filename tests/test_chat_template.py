@@ -13,7 +13,9 @@ TEMPLATE = (
 
 
 def test_a_template_gets_messages_and_special_tokens() -> None:
-    assert ChatTemplate(TEMPLATE, {"bos_token": "^"}).render(MESSAGES) == "^<system>be brief<user>hi<assistant>"
+    assert (
+        ChatTemplate(TEMPLATE, {"bos_token": "^"}).render(MESSAGES) == "^<system>be brief<user>hi<assistant>"
+    )
 
 
 def test_what_the_tokenizer_puts_in_front_is_not_there_twice() -> None:
