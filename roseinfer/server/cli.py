@@ -21,6 +21,7 @@ from roseinfer.server.process import listen, serve
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 LIMITS: Final = BodyLimits()
 LONGEST_TIMEOUT_S: Final = 86_400
+LAST_PORT: Final = 65_535
 
 app = typer.Typer(
     add_completion=False,
@@ -109,6 +110,8 @@ def command(
     ):
         if whole is not None:
             check_whole(name, whole, least)
+    if port > LAST_PORT:
+        raise InputError("--port", port, f"must be at most {LAST_PORT}")
     for name, seconds in (("--write-timeout", write_timeout), ("--drain-timeout", drain_timeout)):
         if not 0 < seconds <= LONGEST_TIMEOUT_S:
             raise InputError(name, seconds, f"must be seconds, over 0 and at most {LONGEST_TIMEOUT_S}")

@@ -16,15 +16,11 @@ from roseinfer.bench.http.exchange import Failure, HttpAttempt
 from roseinfer.bench.http.sse import Event, EventParser, SseError
 
 DONE: Final = "[DONE]"
-MOST_HELD_BYTES: Final = 16 * 1024
-"""Of one answer, not understood: more would take a millisecond to understand, for which others wait."""
-
 MOST_ERROR_BYTES: Final = 64 * 1024
 MOST_WHOLE_BYTES: Final = 64 * 1024 * 1024
 MOST_ERROR_CHARACTERS: Final = 300
 
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal")
-_DONE_BYTES: Final = DONE.encode()
 _REFUSALS: Final = (429, 503)
 
 _decode: Final = json.JSONDecoder().decode
@@ -34,21 +30,18 @@ class AnswerReader:
     """Fills the attempt of one exchange from the body of its answer.
 
     An event counts as a delivery when it holds generated text: not a role, not usage alone, not an empty string.
-    To `read` keeps what came with its time; it is understood by `end` or `settle`, or where there is much of it: a
-    busy client has better things to do first. `held_bytes` are what is kept and was not understood.
+    A stream `is_done` once it has said [DONE], whatever becomes of its connection.
     """
 
     def __init__(self, attempt: HttpAttempt, status_code: int, headers: Mapping[str, str]) -> None:
         self._attempt = attempt
         self._headers = headers
         self._events = EventParser()
-        self._held: list[tuple[bytes, float]] = []
-        self.held_bytes = 0
         self._whole: list[bytes] = []
         self._whole_bytes = 0
         self._is_ok = 200 <= status_code < 300
         self._is_stream = self._is_ok and "json" not in headers.get("content-type", "").lower()
-        self._is_done = False
+        self.is_done = False
         self._has_events = False
         self._said_tokens = 0  # completion tokens so far, where each chunk says so
         attempt.status_code = status_code
@@ -58,34 +51,6 @@ class AnswerReader:
 
     def read(self, body: bytes, received_s: float) -> None:
         """Takes what one read brought of the body."""
-        self._held.append((body, received_s))
-        self.held_bytes += len(body)
-        if self.held_bytes > MOST_HELD_BYTES:
-            self._understand()
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether `end` may as well be called later: nothing in the stream looks like a failure."""
-        held = self._held
-        return (
-            self._is_stream
-            and self._attempt.failure is None
-            and bool(held)
-            and _DONE_BYTES in held[-1][0]
-            and not any(b"error" in body for body, _ in held)
-        )
-
-    def says_done(self) -> bool:
-        """The stream has said that it ended, whatever becomes of its connection."""
-        self._understand()
-        return self._is_done
-
-    def _understand(self) -> None:
-        held, self._held, self.held_bytes = self._held, [], 0
-        for body, received_s in held:
-            self._body(body, received_s)
-
-    def _body(self, body: bytes, received_s: float) -> None:
         if self._is_stream:
             try:
                 events = self._events.feed(body)
@@ -103,7 +68,6 @@ class AnswerReader:
 
     def end(self, received_s: float) -> None:
         """The body was there to its end."""
-        self._understand()
         attempt = self._attempt
         if self._is_stream:
             for event in self._events.end():
@@ -111,7 +75,7 @@ class AnswerReader:
             if attempt.failure is None and not self._has_events:
                 kind = self._headers.get("content-type", "none")
                 self._fail(Failure.BAD_ANSWER, f"no event in an answer of Content-Type {kind}")
-            elif attempt.failure is None and not self._is_done and attempt.finish_reason is None:
+            elif attempt.failure is None and not self.is_done and attempt.finish_reason is None:
                 self._fail(Failure.CLOSED, "the stream ended without a finish_reason or [DONE]")
         elif self._is_ok and attempt.failure is None:
             answer = _json(b"".join(self._whole).decode("utf-8", "replace"))
@@ -123,7 +87,6 @@ class AnswerReader:
 
     def settle(self) -> None:
         """No more will come, whether it was all or not: what follows from all of it."""
-        self._understand()
         attempt = self._attempt
         if not self._is_ok:
             self._explain_status()
@@ -136,11 +99,11 @@ class AnswerReader:
             attempt.deliveries = [(received_s, each) for received_s, _ in chunks]
 
     def _event(self, event: Event, received_s: float) -> None:
-        if self._is_done or not event.data:
+        if self.is_done or not event.data:
             return
         self._has_events = True
         if event.data.startswith(DONE):
-            self._is_done = True
+            self.is_done = True
             return
         answer = _json(event.data)
         if event.kind == "error":

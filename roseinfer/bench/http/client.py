@@ -1,7 +1,8 @@
 """The client of a server: sends requests over HTTP when they are due, and notes when what comes back.
 
 One thread does it all. What is due is sent first; then everything that came is read, each read with its time; then
-it is understood, and sending looks in between. So neither a slow server nor many answers at once hold back a send.
+it is taken apart, and sending looks in between. What a usual stream says is understood when all is over. So neither
+a slow server nor many answers at once hold back a send.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from random import Random
 from typing import Final, Self
 
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
-from roseinfer.bench.http.answers import AnswerReader
 from roseinfer.bench.http.connection import Breakage, Connection, Pool, breakage_of
 from roseinfer.bench.http.exchange import (
     Endpoint,
@@ -30,15 +30,19 @@ from roseinfer.bench.http.exchange import (
     HttpRequest,
     RetryPolicy,
 )
-from roseinfer.bench.http.wire import AnswerParser, request_bytes, request_head
+from roseinfer.bench.http.incoming import Incoming
+from roseinfer.bench.http.wire import request_bytes, request_head
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
 from roseinfer.bench.rows import unsent_because
 
 MOST_SENDS: Final = 256
 """Sent in a row before something is read: a client that is late must not go deaf as well."""
 
-MOST_HELD_BYTES: Final = 128 * 1024 * 1024
-"""Of all answers together that are understood when all is over. What more comes is understood as it ends."""
+MOST_WAITING_BYTES: Final = 128 * 1024 * 1024
+"""Of all answers together that are understood when all is over. What more comes is understood as it comes."""
+
+MOST_OPENED: Final = 8
+"""Connections opened in a row before something is read, which may free some: a late client that only opens is later."""
 
 _LOST_RACE: Final = (Failure.RESET, Failure.CLOSED)
 
@@ -59,16 +63,14 @@ class _Offer:
 
 
 class _Try:
-    """One exchange on a connection; `reader` is there once the head of its answer is."""
+    """One exchange on a connection."""
 
-    __slots__ = ("attempt", "has_bytes", "offer", "parser", "reader")
+    __slots__ = ("answer", "attempt", "offer")
 
-    def __init__(self, offer: _Offer, attempt: HttpAttempt) -> None:
+    def __init__(self, offer: _Offer, attempt: HttpAttempt, answer: Incoming) -> None:
         self.offer = offer
         self.attempt = attempt
-        self.parser = AnswerParser()
-        self.reader: AnswerReader | None = None
-        self.has_bytes = False
+        self.answer = answer
 
 
 class HttpClient:
@@ -117,10 +119,8 @@ class HttpClient:
         self._free_s: list[float] | None = (
             None  # a heap: when each permit that nobody holds came free, or will
         )
-        self._held: list[
-            tuple[AnswerReader, float]
-        ] = []  # whole answers that nobody had to understand at once
-        self._held_bytes = 0
+        self._waiting: list[Incoming] = []  # answers that nobody had to understand at once
+        self._waiting_bytes = 0
         self._outstanding = 0
         self._peak_outstanding = 0
         self._is_reusing = False  # this server keeps connections open
@@ -156,8 +156,8 @@ class HttpClient:
             began_s, began_cpu_s = clock(), time.thread_time()
             self._run()
             busy_share = (time.thread_time() - began_cpu_s) / (clock() - began_s)
-            for reader, ended_s in self._held:
-                reader.end(ended_s)
+            for answer in self._waiting:
+                answer.understand()
         return HttpPlayed(
             self._requests,
             self._t0,
@@ -194,7 +194,10 @@ class HttpClient:
 
         Sets when it is to be called again, unless something ends before.
         """
+        most_opened = self._pool.opened + MOST_OPENED
         for _ in range(MOST_SENDS):
+            if self._pool.opened >= most_opened:
+                break
             now = clock()
             if self._retries and self._retries[0][0] <= now:
                 _, _, offer = heapq.heappop(self._retries)
@@ -265,7 +268,8 @@ class HttpClient:
             offer.deadline_s = sent_s + self._load.timeout_s
             self._deadlines.append(offer)
         offer.request.tries.append(attempt)
-        self._begin(_Try(offer, attempt), self._pool.take())
+        answer = Incoming(attempt, may_wait=self._waiting_bytes < MOST_WAITING_BYTES)
+        self._begin(_Try(offer, attempt, answer), self._pool.take())
         return sent_s
 
     def _begin(self, exchange: _Try, connection: Connection | None) -> None:
@@ -309,8 +313,6 @@ class HttpClient:
                 self._read(exchange, data, received_s)
             else:
                 self._take(connection, received_s, data)
-            # Where no connection is free, those that were read may free one. A client that is late, and opens
-            # connections for want of time to read, is later still.
             if clock() >= self._wake_s and self._pool.has_idle:
                 self._send_due()
 
@@ -345,45 +347,20 @@ class HttpClient:
             self._break(connection, exchange, data, received_s)
         elif data:
             self._read(exchange, data, received_s)
-        elif exchange.parser.end() and exchange.reader is not None:
-            exchange.reader.end(received_s)
-            self._end(exchange, received_s)
         else:
-            when = "in the middle of its answer" if exchange.has_bytes else "before its answer"
+            when = "in the middle of its answer" if exchange.answer.has_bytes else "before its answer"
             closed = Breakage(Failure.CLOSED, f"the server closed the connection {when}")
             self._break(connection, exchange, closed, received_s)
 
     def _read(self, exchange: _Try, data: bytes, received_s: float) -> None:
-        exchange.has_bytes = True
-        parser, reader = exchange.parser, exchange.reader
-        body = parser.feed(data)
-        if reader is None and parser.status_code is not None:
-            exchange.attempt.head_s = received_s
-            reader = exchange.reader = AnswerReader(exchange.attempt, parser.status_code, parser.headers)
-        if parser.error is not None:
-            if reader is not None:
-                reader.read(body, received_s)
-            self._fail(exchange, Breakage(Failure.BAD_ANSWER, parser.error), received_s)
-            return
-        if reader is None:
-            return
-        if body:
-            reader.read(body, received_s)
-        if parser.is_complete:
-            if reader.may_wait and self._held_bytes + reader.held_bytes <= MOST_HELD_BYTES:
-                self._held.append((reader, received_s))
-                self._held_bytes += reader.held_bytes
-            else:
-                reader.end(received_s)
+        if exchange.answer.read(data, received_s):
             self._end(exchange, received_s)
-        elif exchange.attempt.failure is Failure.BAD_ANSWER:  # nothing that follows can mend it
-            self._cut(exchange, received_s)
 
     def _break(self, connection: Connection, exchange: _Try, broken: Breakage, received_s: float) -> None:
-        if exchange.reader is not None and exchange.reader.says_done():
-            exchange.reader.end(received_s)  # it lacks nothing but the end of the HTTP message
+        answer = exchange.answer
+        if answer.close(received_s, is_clean=broken.failure is Failure.CLOSED):
             self._end(exchange, received_s)
-        elif connection.exchanges > 1 and not exchange.has_bytes and broken.failure in _LOST_RACE:
+        elif connection.exchanges > 1 and not answer.has_bytes and broken.failure in _LOST_RACE:
             # The server closed a connection that it held for idle, as the request was on its way. That says nothing
             # about the request: it goes out again, and not on one that may be as old.
             del self._tries[connection]
@@ -400,12 +377,8 @@ class HttpClient:
         attempt = exchange.attempt
         if attempt.failure is None:
             attempt.failure, attempt.error = broken
-        self._cut(exchange, at_s)
-
-    def _cut(self, exchange: _Try, at_s: float) -> None:
-        """Ends it, though the answer has not come to its end."""
-        if exchange.reader is not None:
-            exchange.reader.settle()
+        if not exchange.answer.waits:
+            exchange.answer.settle()
         self._end(exchange, at_s)
 
     def _end(self, exchange: _Try, at_s: float) -> None:
@@ -413,12 +386,15 @@ class HttpClient:
         if connection is not None:
             offer.connection = None
             del self._tries[connection]
-            if exchange.parser.is_reusable and connection.has_sent_all:
+            if exchange.answer.is_reusable and connection.has_sent_all:
                 self._is_reusing = True
                 self._pool.give_back(connection)
             else:
                 self._pool.drop(connection)
         attempt.ended_s = at_s
+        if exchange.answer.waits:
+            self._waiting.append(exchange.answer)
+            self._waiting_bytes += exchange.answer.held_bytes
         if attempt.failure is not None:
             delay_s = self._policy.delay_s(attempt, len(offer.request.tries), self._rng)
             if delay_s is not None and at_s + delay_s < offer.deadline_s:

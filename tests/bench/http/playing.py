@@ -72,3 +72,19 @@ def looped(
 
 def last_tries(result: HttpPlayed) -> list[HttpAttempt]:
     return [request.tries[-1] for request in result.requests]
+
+
+def most_outstanding(result: HttpPlayed) -> int:
+    """From the moments alone: the most that had been sent and not ended at any of them."""
+    moments: list[tuple[float, int]] = []
+    for request in result.requests:
+        if request.tries:
+            sent_s, ended_s = request.tries[0].sent_s, request.tries[-1].ended_s
+            assert sent_s is not None
+            assert ended_s is not None
+            moments += [(sent_s, 1), (ended_s, -1)]
+    now = most = 0
+    for _, change in sorted(moments):
+        now += change
+        most = max(most, now)
+    return most

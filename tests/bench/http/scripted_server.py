@@ -189,3 +189,16 @@ def whole(status: str, body: bytes | dict[str, Any], headers: Iterable[str] = ()
 
 
 TWO_TOKENS = stream(text("one"), text(" two", "length"), usage(2), DONE)
+
+FULL = whole(
+    "429 Too Many Requests", {"error": {"message": "full", "code": "max_inflight"}}, ["Retry-After: 2"]
+)
+
+
+def answering(answer: bytes) -> Callable[[Peer], None]:
+    def script(peer: Peer) -> None:
+        while True:
+            peer.request()
+            peer.send(answer)
+
+    return script

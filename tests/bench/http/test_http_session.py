@@ -237,8 +237,9 @@ def test_cells_of_one_limit_share_a_start_in_every_block(started: Callable[..., 
 def test_a_server_that_dies_leaves_what_was_finished(started: Callable[..., Answer]) -> None:
     answer = started(dies_at="8")
     assert answer.code == 1
-    assert answer.complaint.endswith(
-        "the server of --target-cmd ended with exit code 3; it said last: out of memory"
+    # Each of its threads may come to say it before the process is gone.
+    assert (
+        "the server of --target-cmd ended with exit code 3; it said last: out of memory" in answer.complaint
     )
     finished = RunFolder.open(SWEEP).finished_cells()
     order = manifest(SWEEP)["order"][0]
