@@ -121,38 +121,38 @@ def command(
     check_model_source(model)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("roseinfer").setLevel(logging.INFO)
-    sock = listen(host, port, write_timeout)
-    sleep_while_waiting()
-    from roseinfer.engine import InferenceEngine
+    with listen(host, port, write_timeout) as sock:
+        sleep_while_waiting()
+        from roseinfer.engine import InferenceEngine
 
-    engine = InferenceEngine.from_pretrained(
-        model, device=device, dtype=dtype, max_model_len=max_model_len, num_threads=num_threads
-    )
-    application = create_app(
-        engine,
-        max_inflight_requests=max_inflight_requests or None,
-        model_name=served_model_name,
-        api_key=api_key,
-        limits=LIMITS._replace(
-            body_bytes=max_body_bytes,
-            prompt_chars=max_prompt_chars,
-            output_tokens=max_output_tokens or LIMITS.output_tokens,
-        ),
-        write_timeout_s=write_timeout,
-        log_requests=log_requests,
-        max_batch_size=max_batch_size,
-        max_active_requests=max_active_requests,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_tokens=kv_cache_tokens,
-        tokenize_workers=tokenize_workers,
-    )
-    limit = "no limit on requests in flight"
-    if max_inflight_requests:
-        limit = f"at most {max_inflight_requests} requests in flight in this process (each process counts its own)"
-    address, bound_port = sock.getsockname()[:2]
-    at = f"[{address}]" if ":" in address else address
-    print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {limit}", file=sys.stderr, flush=True)
-    serve(application, sock, drain_timeout_s=drain_timeout)
+        engine = InferenceEngine.from_pretrained(
+            model, device=device, dtype=dtype, max_model_len=max_model_len, num_threads=num_threads
+        )
+        application = create_app(
+            engine,
+            max_inflight_requests=max_inflight_requests or None,
+            model_name=served_model_name,
+            api_key=api_key,
+            limits=LIMITS._replace(
+                body_bytes=max_body_bytes,
+                prompt_chars=max_prompt_chars,
+                output_tokens=max_output_tokens or LIMITS.output_tokens,
+            ),
+            write_timeout_s=write_timeout,
+            log_requests=log_requests,
+            max_batch_size=max_batch_size,
+            max_active_requests=max_active_requests,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            tokenize_workers=tokenize_workers,
+        )
+        limit = "no limit on requests in flight"
+        if max_inflight_requests:
+            limit = f"at most {max_inflight_requests} requests in flight in this process (each process counts its own)"
+        address, bound_port = sock.getsockname()[:2]
+        at = f"[{address}]" if ":" in address else address
+        print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {limit}", file=sys.stderr, flush=True)
+        serve(application, sock, drain_timeout_s=drain_timeout)
 
 
 def main() -> None:

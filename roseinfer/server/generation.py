@@ -30,15 +30,20 @@ class Generation:
     """
 
     def __init__(
-        self, stream: RequestStream, stop: Sequence[str], new_decoder: Callable[[], IncrementalDecoder]
-    ):
+        self,
+        stream: RequestStream,
+        stop: Sequence[str],
+        new_decoder: Callable[[], IncrementalDecoder],
+        on_close: Callable[[int, None], object],
+    ) -> None:
+        """`on_close` gets the request's id, and None."""
         self.finish_reason: FinishReason | None = None
         self.token_times_s: list[float] = []
         """The engine's stamps of the tokens that became text."""
-        self.request_id = stream.request_id
         self._stream = stream
         self._matcher = StopMatcher(stop)
         self._new_decoder = new_decoder
+        self._on_close = on_close
         self._decoder: IncrementalDecoder | None = None
         self._texts: list[str] = []  # not yet read
         self._failure: Exception | None = None
@@ -51,6 +56,7 @@ class Generation:
     def close(self) -> None:
         """Ends the request if it still runs, and frees its slot. Harmless when repeated."""
         self._stream.close()
+        self._on_close(self._stream.request_id, None)
 
     def client_is_gone(self) -> None:
         """Closes; `next` raises a ClientGoneError."""
@@ -127,30 +133,25 @@ class Generation:
 
 
 class Generations:
-    """All that live: one reader of one mailbox, which does for each step once what a reader a request would repeat."""
+    """All that live in one event loop: one reader of one mailbox does for each step once what a reader for each
+    request would repeat.
+    """
 
     def __init__(self, manager: SchedulerManager, on_gap: Callable[[float], None]) -> None:
-        """`on_gap` gets the seconds between a token and the one before it."""
+        """`on_gap` gets the seconds between a token and the one before it. Made in the event loop."""
+        self.loop = asyncio.get_running_loop()
         self._manager = manager
         self._on_gap = on_gap
         self._mailbox = manager.new_mailbox()
         self._live: dict[int, Generation] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = self.loop.create_task(self._read())
 
     def open(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
-        """Raises what `SchedulerManager.submit` raises. Called in an event loop; `close` what it returns."""
+        """Raises what `SchedulerManager.submit` raises. Whoever gets a Generation closes it."""
         stream = self._manager.submit(prompt, params, mailbox=self._mailbox)
-        generation = Generation(stream, params.stop, self._manager.new_decoder)
+        generation = Generation(stream, params.stop, self._manager.new_decoder, self._live.pop)
         self._live[stream.request_id] = generation
-        loop = asyncio.get_running_loop()
-        if self._reading is None or self._reading.done() or self._reading.get_loop() is not loop:
-            self._reading = loop.create_task(self._read())
         return generation
-
-    def close(self, generation: Generation) -> None:
-        """Frees its slot, and forgets it."""
-        generation.close()
-        self._live.pop(generation.request_id, None)
 
     async def _read(self) -> None:
         while True:
@@ -171,9 +172,10 @@ class Generations:
                 await asyncio.sleep(0)
                 group = others[begin : begin + GROUP]
                 for generation, event in group:
-                    generation.take(event)
                     times_s = generation.token_times_s
-                    if event.token_id is not None and len(times_s) > 1:
+                    n_before = len(times_s)
+                    generation.take(event)
+                    if len(times_s) > n_before:
                         self._on_gap(times_s[-1] - times_s[-2])
                 for generation, _ in group:
                     generation.wake()

@@ -31,6 +31,8 @@ class Metrics:
             "roseinfer_in_flight_limit", "Slots of this process, +Inf without a limit", registry=registry
         ).set(float("inf") if limit is None else limit)
         self._refusals = Counter("roseinfer_refusals", "Requests refused", ["reason"], registry=registry)
+        for reason in ("max_inflight", "draining", "engine_dead"):
+            self._refusals.labels(reason)  # a rate needs its zero
         self._ends = Counter("roseinfer_requests", "Requests ended", ["finish_reason"], registry=registry)
         self._tokens = Counter(
             "roseinfer_generated_tokens", "Tokens of requests that ended", registry=registry

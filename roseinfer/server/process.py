@@ -55,8 +55,8 @@ class DrainingServer(uvicorn.Server):
 def listen(host: str, port: int, write_timeout_s: float) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises InputError where that cannot be had.
 
-    Connections whose client takes nothing any more are dropped by the kernel after `write_timeout_s`, with what was
-    still to be sent: closing them alone would wait for it.
+    Connections whose client takes nothing any more are dropped by the kernel after twice `write_timeout_s`, with what
+    was still to be sent: closing them alone would wait for it. The app has ended their requests by then.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -67,7 +67,7 @@ def listen(host: str, port: int, write_timeout_s: float) -> socket.socket:
         raise InputError("--host", host, f"cannot be listened on: {error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * write_timeout_s))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * write_timeout_s))
         sock.bind(address)
     except (OSError, OverflowError) as error:
         sock.close()

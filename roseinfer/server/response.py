@@ -92,7 +92,7 @@ class GenerationResponse(Response):
             elif (event := self._answer.failure(refusal)) is not None:
                 await writer.write(event, more=False)
         finally:
-            service.generations.close(generation)
+            generation.close()
             watch.cancel()
             writer.close()
             service.metrics.ended(generation, end, service.clock())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from roseinfer.chat_template import ChatTemplate, plain_chat
 from roseinfer.errors import ManagerClosedError, RequestFailedError
@@ -15,6 +17,9 @@ from roseinfer.server.bodies import BodyLimits
 from roseinfer.server.generation import Generation, Generations
 from roseinfer.server.metrics import Metrics
 from roseinfer.server.refusals import Refusal, refusal_of
+
+LONGEST_STEP_S: Final = 10.0
+"""A request is aborted when the step that it is in ends; an engine that takes longer is left behind."""
 
 
 class Service:
@@ -33,7 +38,7 @@ class Service:
     ) -> None:
         self.manager = manager
         self.metrics = Metrics(manager)
-        self.generations = Generations(manager, self.metrics.token_gap)
+        self._generations: Generations | None = None
         self.model = model
         self.max_model_len = max_model_len
         self.clock = time.perf_counter  # the manager's
@@ -58,7 +63,9 @@ class Service:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")
-        return self.generations.open(prompt, params)
+        if self._generations is None or self._generations.loop is not asyncio.get_running_loop():
+            self._generations = Generations(self.manager, self.metrics.token_gap)
+        return self._generations.open(prompt, params)
 
     def refusal_of(self, error: Exception) -> Refusal:
         """What to tell the client; counted if it is told to come back."""
@@ -71,7 +78,29 @@ class Service:
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests, and returns when those that it has are done or, after `timeout_s`, were aborted."""
         self.draining = True
-        done = asyncio.ensure_future(asyncio.to_thread(partial(self.manager.close, drain=True)))
-        await asyncio.wait([done], timeout=timeout_s)
-        await asyncio.to_thread(self.manager.close)
-        await done
+        if not await _finishes(partial(self.manager.close, drain=True), timeout_s):
+            await self.close()
+
+    async def close(self) -> None:
+        """Aborts what lives. Returns also if the engine hangs and cannot be told."""
+        self.draining = True
+        await _finishes(self.manager.close, LONGEST_STEP_S)
+
+
+async def _finishes(function: Callable[[], None], timeout_s: float) -> bool:
+    """Whether a blocking function returns in time. If not it is left alone, and does not keep the process."""
+    done, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def run() -> None:
+        function()
+        try:
+            loop.call_soon_threadsafe(done.set)
+        except RuntimeError:
+            pass  # too late: the loop was closed
+
+    threading.Thread(target=run, name="roseinfer-close", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.scripted import ScriptedEngine, StepGate
+from tests.server.serving import an_app, ask, complete, manager_of
+
+
+def samples(app: FastAPI) -> dict[str, float]:
+    """Values of `/metrics` by name, with the one label that some have."""
+    text = ask(app, "GET", "/metrics").text
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_gauges_tell_what_waits_and_what_runs() -> None:
+    gate = StepGate()
+    with an_app(ScriptedEngine(gate), max_inflight_requests=8, max_batch_size=2) as app:
+        for _ in range(3):
+            manager_of(app).submit([1])
+        gate.entered.wait()
+        found = samples(app)
+        gate.opened.set()
+    assert found["roseinfer_requests_in_flight"] == 3
+    # The step may have begun with one request or with two.
+    assert found["roseinfer_requests_waiting"] + found["roseinfer_requests_running"] == 3
+    assert found["roseinfer_requests_running"] in (1, 2)
+    assert found["roseinfer_in_flight_limit"] == 8
+
+
+def test_answers_are_counted_by_how_they_ended_and_their_stages_measured() -> None:
+    with an_app() as app:
+        for stream in (False, True):
+            complete(app, max_tokens=5, stream=stream)
+        complete(app, max_tokens=5, stop="b")
+        found = samples(app)
+    assert found["roseinfer_requests_total/length"] == 2
+    assert found["roseinfer_requests_total/stop"] == 1
+    assert found["roseinfer_generated_tokens_total"] == 5 + 5 + 2
+    for name in ("queue_wait", "time_to_first_token", "e2e_latency"):
+        assert found[f"roseinfer_{name}_seconds_count"] == 3
+    assert found["roseinfer_inter_token_latency_seconds_count"] == 4 + 4 + 1
+
+
+def test_refusals_are_counted_by_reason_from_zero_on() -> None:
+    with an_app(max_inflight_requests=1) as app:
+        assert samples(app)["roseinfer_refusals_total/max_inflight"] == 0
+        ticket = manager_of(app).admission.reserve(0.0, 1)
+        for _ in range(3):
+            assert complete(app).status_code == 429
+        manager_of(app).admission.release(ticket, 1.0)
+        complete(app, n=2)
+        found = samples(app)
+    assert found["roseinfer_refusals_total/max_inflight"] == 3
+    assert found["roseinfer_refusals_total/draining"] == 0
+
+
+def test_two_apps_of_a_process_count_apart() -> None:
+    with an_app() as one, an_app() as other:
+        complete(one)
+        assert "roseinfer_requests_total/length" in samples(one)
+        assert "roseinfer_requests_total/length" not in samples(other)
