@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +79,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert {"message", "type", "param", "code"} <= error.keys()
     assert isinstance(error, dict)
     return error
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Sockets tell nobody what became of them: the condition is looked at until it holds."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not come about"
+        time.sleep(0.005)
 
 
 class Served:

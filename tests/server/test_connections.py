@@ -9,7 +9,6 @@ import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -19,17 +18,9 @@ from fastapi import FastAPI
 from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
 from tests.scripted import ScriptedEngine, StepGate
-from tests.server.serving import Served, an_app, manager_of, request_bytes, served
+from tests.server.serving import Served, an_app, manager_of, request_bytes, served, until
 
 STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": True}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Sockets tell nobody what became of them: the condition is looked at until it holds."""
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not come about"
-        time.sleep(0.005)
 
 
 def reset(connection: socket.socket) -> None:
