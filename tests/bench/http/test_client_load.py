@@ -212,8 +212,13 @@ def test_an_interrupt_leaves_nothing_open() -> None:
             signal.pthread_kill(main, signal.SIGINT)
         peer.wait_for_close()  # it is closed by the client, which does not wait for an answer
 
-    with ScriptedServer(script) as server, pytest.raises(KeyboardInterrupt):
-        played(server.endpoint(), [0.0] * 4)
+    # Which a shell that puts us into the background ignores.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ScriptedServer(script) as server, pytest.raises(KeyboardInterrupt):
+            played(server.endpoint(), [0.0] * 4)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert threading.active_count() == threads
     assert gc.isenabled()
 
