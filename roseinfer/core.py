@@ -90,7 +90,7 @@ class Core:
 
         Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
         """
-        self.admission.progress([(span.request.ticket, span.n_tokens) for span in plan.spans])
+        self.admission.progress([(request.ticket, n_tokens) for request, _, n_tokens, _ in plan.spans])
         events = []
         for (request, _, _, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
             request.num_pending -= 1

@@ -13,9 +13,23 @@ RoseinferError
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class RoseinferError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of everything that this package raises on purpose. Pickles, so that it can cross processes."""
+
+    def __reduce__(self) -> tuple[Callable[..., RoseinferError], tuple[object, ...]]:
+        # What an exception does by itself calls its class with `args`, which need not be what the class takes.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[RoseinferError], args: tuple[object, ...], attributes: dict[str, object]
+) -> RoseinferError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class InputError(RoseinferError, ValueError):

@@ -42,7 +42,10 @@ class KVCache:
         n_blocks = blocks_for(n_tokens)
         if request_id in self._owned or n_blocks > len(self._free):
             raise InvariantError(f"request {request_id}: cannot allocate {n_blocks} blocks")
-        table = [self._free.pop() for _ in range(n_blocks)]
+        kept = len(self._free) - n_blocks
+        table = self._free[kept:]
+        del self._free[kept:]
+        table.reverse()
         self._owned[request_id] = table
         return table
 
@@ -51,7 +54,7 @@ class KVCache:
         table = self._owned.pop(request_id, None)
         if table is None:
             raise InvariantError(f"request {request_id} owns no KV blocks")
-        self._free.extend(reversed(table))
+        self._free += table[::-1]
 
     def owners(self) -> AbstractSet[int]:
         """Ids of the requests that own blocks."""

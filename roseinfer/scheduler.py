@@ -163,22 +163,25 @@ class Scheduler:
 
     def _admit(self, head: Request, now: float) -> bool:
         """Moves the head of the queue to running if a seat and its whole KV cache are free."""
-        if len(self.running) >= self.limits.seats or not self.kv_cache.can_allocate(head.max_len):
+        if len(self.running) >= self.limits.seats:
+            return False
+        max_len = head.max_len
+        if not self.kv_cache.can_allocate(max_len):
             return False
         if not self.admission.start(head.ticket):
             raise InvariantError(f"request {head.request_id} waits without a slot")
         heapq.heappop(self._ready)
         del self.waiting[head.request_id]
         self.running[head.request_id] = head
-        head.block_table = self.kv_cache.allocate(head.request_id, head.max_len)
-        head.num_to_schedule = head.max_len - 1  # the last token is sampled, never computed on
+        head.block_table = self.kv_cache.allocate(head.request_id, max_len)
+        head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
         head.first_scheduled_s = now
         return True
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
-        start = request.num_scheduled
-        n_tokens = min(request.prompt_len - start, budget)
+        start, left = request.num_scheduled, request.prompt_len - request.num_scheduled
+        n_tokens = min(left, budget)
         request.num_scheduled += n_tokens
         request.num_pending += 1
-        self._half_prefilled = None if request.is_prefilled else request
-        return Span(request, start, n_tokens, request.is_prefilled)
+        self._half_prefilled = None if n_tokens == left else request
+        return Span(request, start, n_tokens, n_tokens == left)

@@ -20,6 +20,12 @@ BUILTIN_BYTE_IDS = range(256)
 """Ids of the built-in vocabulary whose tokens are single bytes, not text of their own."""
 
 
+class ChatText(str):
+    """A prompt that has the special tokens that the model expects: no tokenizer puts any in front of it."""
+
+    __slots__ = ()
+
+
 class FastTokenizer:
     """A `tokenizers.Tokenizer` with fixed settings: never truncates, never pads. One per thread: see `clone`."""
 
@@ -29,9 +35,10 @@ class FastTokenizer:
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the model expects in front."""
+        """Ids of a prompt, with the special tokens that the model expects in front, unless it is a ChatText."""
         # encode() holds the GIL (over a second for a megabyte of text), encode_batch() releases it.
-        (encoding,) = self.tokenizer.encode_batch([text])
+        is_complete = isinstance(text, ChatText)
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=not is_complete)
         return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:

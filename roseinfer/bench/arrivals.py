@@ -32,7 +32,7 @@ def arrival_times(load: Load, cell: Cell, *, seed: int, repeat: int) -> Times:
     if cell.request_rate is None:
         assert cell.burst_size is not None
         return _bursts(load, cell.burst_size)
-    background = _at_a_rate(load, cell.request_rate, seed, repeat)
+    background = np.concatenate([*at_a_rate(load, cell.request_rate, seed=seed, repeat=repeat)])
     if cell.burst_size is None:
         return background
     assert load.burst_interval_s is not None
@@ -75,18 +75,21 @@ def _before(times: Times, end_s: float | None) -> Times:
     return times if end_s is None else times[: np.searchsorted(times, end_s, side="left")]
 
 
-def _at_a_rate(load: Load, rate: float, seed: int, repeat: int) -> Times:
-    """Arrivals at the integral of the rate: number i comes when that integral has reached the i-th unit time."""
-    blocks: list[Times] = []
-    n = 0
+def at_a_rate(load: Load, rate: float, *, seed: int, repeat: int) -> Iterator[Times]:
+    """The times of a cell without bursts, in blocks of BLOCK_ROWS, the last one of what is left; none is empty.
+
+    Arrivals come at the integral of the rate: number i when that has reached the i-th unit time.
+    """
+    left = load.num_requests
     for units in _unit_times(load, seed, repeat):
         times = _reached(units, rate, load.ramp_s)
-        blocks.append(times)
-        n += len(times)
-        enough = load.num_requests is not None and n >= load.num_requests
-        if enough or (load.duration_s is not None and times[-1] >= load.duration_s):
+        block = _before(times[:left], load.duration_s)
+        if len(block):
+            yield block
+        if left is not None:
+            left -= len(times)
+        if len(block) < len(times) or left == 0:
             break
-    return _before(np.concatenate(blocks)[: load.num_requests], load.duration_s)
 
 
 def _unit_times(load: Load, seed: int, repeat: int) -> Iterator[Times]:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
+from roseinfer.bench.calibrate_cli import calibration
+from roseinfer.bench.commands import with_flags
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.gate_cli import gate
 from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, read_toml
+from roseinfer.bench.recommendation_cli import recommendations
+from roseinfer.bench.termination import Termination
 from roseinfer.errors import InputError, RoseinferError
 
 if TYPE_CHECKING:
-    from roseinfer.bench.session import Session
+    import pandas as pd
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED = 1, 2, 4, 5, 130
+    from roseinfer.bench.session import Session
+    from roseinfer.bench.store import RunFolder
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED, EXIT_TERMINATED = (
+    *(1, 2, 4, 5),
+    *(130, 143),  # as a shell counts the signals that ask for an end
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -36,44 +45,9 @@ app = typer.Typer(
 _NOT_KEPT = {"target": "URL", "target_cmd": "CMD"}
 """What a run keeps only a part of, besides paths, and what stands there."""
 
-Options = TypeVar("Options", bound=RunOptions)
-
-
-def _with_flags(
-    kind: type[Options],
-) -> Callable[[Callable[[Options, Collection[str]], None]], Callable[..., None]]:
-    """Makes a command out of a function of (options, names of the fields that the user set)."""
-
-    def decorate(function: Callable[[Options, Collection[str]], None]) -> Callable[..., None]:
-        def command(ctx: typer.Context, **values: Any) -> None:
-            given = {
-                name
-                for name in values
-                if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"
-            }
-            function(kind(**values), given)
-
-        hints = get_type_hints(kind, include_extras=True)
-        parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(kind)
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {"ctx": typer.Context, **hints}
-        command.__doc__ = function.__doc__
-        return command
-
-    return decorate
-
 
 @app.command("run")
-@_with_flags(RunOptions)
+@with_flags(RunOptions)
 def run(options: RunOptions, given: Collection[str]) -> None:
     """Measure one cell, and print the report of each repeat."""
     for field in SWEPT:
@@ -86,7 +60,7 @@ def run(options: RunOptions, given: Collection[str]) -> None:
 
 
 @app.command("sweep")
-@_with_flags(SweepOptions)
+@with_flags(SweepOptions)
 def sweep(options: SweepOptions, given: Collection[str]) -> None:
     """Measure every combination of limits, burst sizes and lengths, and say what the limit did."""
     values = {name: getattr(options, name) for name in given}
@@ -117,6 +91,13 @@ def plot(
     explain: Annotated[
         bool, typer.Option(help="Also draw what the p99 of TTFT is made of, and what it waited for.")
     ] = True,
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also simulate the run with this cost model, and draw and say how far off that is.",
+        ),
+    ] = None,
 ) -> None:
     """Draw the figures of a run (PNG, SVG, and the CSV behind each)."""
     from roseinfer.bench.session import draw_figures
@@ -124,11 +105,28 @@ def plot(
 
     if output_dir is not None:
         check_writable(output_dir)
-    for path in draw_figures(RunFolder.open(run), output_dir, explain=explain):
+    folder = RunFolder.open(run)
+    errors = None if cost_model is None else _prediction_errors(folder, cost_model)
+    for path in draw_figures(folder, output_dir, explain=explain, prediction_errors=errors):
         print(path)
 
 
+def _prediction_errors(folder: RunFolder, cost_model: Path) -> pd.DataFrame:
+    """Simulates a measured run, and says on stderr how far off that is: stdout has the names of files."""
+    from roseinfer.bench.prediction import errors, verdict_lines
+    from roseinfer.bench.resimulate import resimulated
+    from roseinfer.sim.cost_model import CostModel
+
+    simulated = resimulated(folder, CostModel.read(cost_model))
+    found = errors(folder.read_requests(), simulated.requests)
+    for line in [*verdict_lines(found), *[f"Note: {note}" for note in simulated.notes]]:
+        print(line, file=sys.stderr)
+    return found
+
+
 app.add_typer(gate)  # without a name: its commands are ours
+app.add_typer(recommendations)
+app.add_typer(calibration)
 
 
 @app.command("doctor")
@@ -257,6 +255,14 @@ def _jsonable(row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point: one clear line for what went wrong, and the exit code that says what kind it is."""
+    with Termination() as termination:
+        code = _ended()
+    sys.exit(EXIT_TERMINATED if termination.came and code == EXIT_INTERRUPTED else code)
+
+
+def _ended() -> int | None:
+    """Runs the command line; the exit code, None for a success."""
+    code: int | None
     try:
         code = app(prog_name="roseinfer-bench", standalone_mode=False)
     except TyperException as error:
@@ -271,7 +277,7 @@ def main() -> None:
         code = _say(str(error), EXIT_FAILED)
     except OSError as error:
         code = _say(str(error), EXIT_FAILED)
-    sys.exit(code)
+    return code
 
 
 def _say(message: str, code: int) -> int:

@@ -88,25 +88,17 @@ class Differences:
 
 
 def compare(a: Side, b: Side, *, margin: float = 0.10) -> Differences:
-    """Compares the cells that both have. Raises InputError where there is none, or `margin` is not above 0."""
-    if not 0 < margin < math.inf:
-        raise InputError("--margin", margin, "must be a number > 0")
+    """Compares the cells that both have. Raises InputError where there is none, or `margin` is not above 0.
+
+    A measured and a simulated run are no such pair: how far one is from the other says `prediction.errors`.
+    """
+    check_margin(margin)
     if a.is_simulated != b.is_simulated:
         raise InputError("B", b.name, "one of the runs is simulated, the other is not")
-    cells = [cell for cell in a.cells if cell in b.cells]
-    if not cells:
-        raise InputError("B", b.name, f"has no cell in common with {a.name}")
+    cells = common_cells(a, b)
     if (reason := other_repeats(b, a)) is not None:
         raise InputError("A", a.name, reason)
-    notes = notes_on(b, a)
-    for side, other in ((a, b), (b, a)):
-        lone = [str(row["label"]) for cell, row in side.cells.items() if cell not in other.cells]
-        if lone:
-            notes.append(f"only in {side.name}: {'; '.join(lone)}")
-        if (reason := side.unfinished()) is not None:
-            notes.append(reason)
-        if (reason := side.invalid_reason()) is not None:
-            notes.append(f"INVALID: {side.name}: {reason}")
+    notes = [*notes_on(b, a), *notes_on_each(a, b)]
     level = 1 - FALSE_ALARMS / (len(cells) * (len(METRICS) + 1))  # the distribution is one more
     rows = []
     for cell in cells:
@@ -116,6 +108,34 @@ def compare(a: Side, b: Side, *, margin: float = 0.10) -> Differences:
     if b.is_simulated:
         level = math.nan
     return Differences(a.name, b.name, how_compared(b, a), level, margin, rows, notes)
+
+
+def check_margin(margin: float) -> None:
+    """Raises InputError unless it is above 0."""
+    if not 0 < margin < math.inf:
+        raise InputError("--margin", margin, "must be a number > 0")
+
+
+def common_cells(a: Side, b: Side) -> list[str]:
+    """The cells that both have. Raises InputError where there is none."""
+    cells = [cell for cell in a.cells if cell in b.cells]
+    if not cells:
+        raise InputError("B", b.name, f"has no cell in common with {a.name}")
+    return cells
+
+
+def notes_on_each(a: Side, b: Side) -> list[str]:
+    """The cells that one side has alone, and what is wrong with a side; a line each."""
+    notes = []
+    for side, other in ((a, b), (b, a)):
+        lone = [str(row["label"]) for cell, row in side.cells.items() if cell not in other.cells]
+        if lone:
+            notes.append(f"only in {side.name}: {'; '.join(lone)}")
+        if (reason := side.unfinished()) is not None:
+            notes.append(reason)
+        if (reason := side.invalid_reason()) is not None:
+            notes.append(f"INVALID: {side.name}: {reason}")
+    return notes
 
 
 def _metric(a: Side, b: Side, cell: str, metric: str, level: float, margin: float) -> Difference:

@@ -74,7 +74,12 @@ def public_command(argv: Iterable[str]) -> str:
     """
     words, public = list(argv), list[str]()
     for before, word in zip(["", *words], words, strict=False):
-        public.append(public_words(word) if before == "--target-cmd" else _public(word))
+        if before == "--ray" and word != "local":
+            public.append(REMOTE)
+        elif word.startswith("--ray=") and word != "--ray=local":
+            public.append(f"--ray={REMOTE}")
+        else:
+            public.append(public_words(word) if before == "--target-cmd" else _public(word))
     return shlex.join(public)
 
 

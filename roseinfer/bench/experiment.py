@@ -38,6 +38,7 @@ _LEAST: Final = {
     "seed": 0,
     "max_concurrency": 1,
     "prefix_len": 0,
+    "shards": 1,
 }
 _LONGEST_TEXT: Final = 10_000_000
 DEFAULT_MODEL: Final = "builtin:gpt2"
@@ -116,13 +117,14 @@ class Experiment:
             check_spread("output_len_dist", o, load.output_lengths, outputs)
             factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
             shapes = tuple(Cell(None, *values) for values in factors)
-            for shape in shapes:
-                check_shape(o, load, shape.burst_size, shape.request_rate)
+            if o.load is None:
+                for shape in shapes:
+                    check_shape(o, load, shape.burst_size, shape.request_rate)
         else:
             shapes = replay.shapes
         slos, goals = tuple(getattr(o, "slo", None) or ()), tuple(o.goodput or ())
         metadata = _metadata(o.metadata or [])
-        return cls(
+        experiment = cls(
             options=o,
             load=load,
             cells=tuple(shape._replace(max_inflight=limit) for limit in limits for shape in shapes),
@@ -132,6 +134,11 @@ class Experiment:
             trace=trace,
             replay=replay,
         )
+        if o.load is None:
+            return experiment
+        from roseinfer.bench.load_share import at_load
+
+        return at_load(experiment)
 
     def configuration(self) -> dict[str, object]:
         """What the measurement depends on: flag names (without dashes in front) to plain values.
@@ -147,6 +154,7 @@ class Experiment:
         if "warmup_runs" in values:
             values["warmup_runs"] = self.warmup_runs
         if self.is_http:
+            values["timeout"] = self.load.timeout_s
             values["target"] = public_url(self.options.target)
             if (command := self.options.target_cmd) is not None:
                 values["target_cmd"] = public_words(command)

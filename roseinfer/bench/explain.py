@@ -103,8 +103,11 @@ def _waits(
     waits = []
     for repeat, rows in around.groupby("repeat"):
         places = step_places.get((cell_id, repeat))
-        if places is not None and rows["queue_wait_s"].notna().all():
-            its_steps = _Steps(steps.iloc[places].sort_values("exec_start_s"))
+        if places is None or rows["queue_wait_s"].isna().any():
+            continue
+        found = steps.iloc[places]
+        if found["members"].notna().all():
+            its_steps = _Steps(found.sort_values("exec_start_s"))
             starts_s = rows["first_scheduled_s"] - rows["queue_wait_s"]
             spans = zip(starts_s, rows["first_scheduled_s"], rows["request_index"], strict=True)
             waits += [its_steps.during(start_s, end_s, int(index)) for start_s, end_s, index in spans]

@@ -41,8 +41,8 @@ def whole_numbers(field: str, text: str, *, least: int, most: int = LARGEST, hin
     return numbers
 
 
-def rates(field: str, text: str) -> list[float]:
-    """A comma list of requests per second, e.g. "0.3,1,2.5", that stay apart in the six digits of a cell's name."""
+def rates(field: str, text: str, what: str = "requests per second") -> list[float]:
+    """A comma list of `what`, e.g. "0.3,1,2.5", that stay apart in the six digits of a cell's name."""
     found: dict[str, float] = {}
     for item in text.split(","):
         try:
@@ -50,7 +50,7 @@ def rates(field: str, text: str) -> list[float]:
         except ValueError:
             rate = math.nan
         if not 0 < rate <= LARGEST_NUMBER:
-            raise InputError(flag(field), text, f"{item.strip()!r} is no number of requests per second > 0")
+            raise InputError(flag(field), text, f"{item.strip()!r} is no number of {what} > 0")
         if f"{rate:g}" in found:
             raise InputError(flag(field), text, f"names {rate:g} twice (six digits count)")
         found[f"{rate:g}"] = rate

@@ -15,7 +15,11 @@ import typer
 from roseinfer.errors import InputError, RunError
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
     from roseinfer.bench.checkouts import Checkout
+    from roseinfer.bench.figure_style import Caption
     from roseinfer.bench.sides import Side
     from roseinfer.bench.thresholds import Rule
 
@@ -57,7 +61,10 @@ def compare(
     as_json: Json = False,
     markdown: Markdown = None,
 ) -> None:
-    """Show what differs between two runs, and how sure that is. Judges nothing: exit code 0."""
+    """Show what differs between two runs, and how sure that is. Judges nothing: exit code 0.
+
+    Of a measured and a simulated run: how far the prediction was off.
+    """
     from roseinfer.bench import verdicts
     from roseinfer.bench.compare import compare as compare_sides
     from roseinfer.bench.sides import Side
@@ -71,15 +78,19 @@ def compare(
         if side.is_empty:
             print(f"roseinfer-bench: {side.name} has no rows: nothing was measured", file=sys.stderr)
             raise typer.Exit(EXIT_NOTHING)
-    found = compare_sides(*sides, margin=margin)
-    _print(
-        as_json,
-        markdown,
-        lambda: verdicts.compare_table(found),
-        lambda: verdicts.compare_json(found),
-        lambda: verdicts.compare_markdown(found),
-    )
-    figure = _draw_shift(*sides, margin, b / "figures" if output_dir is None else output_dir)
+    place = b / "figures" if output_dir is None else output_dir
+    if sides[0].is_simulated != sides[1].is_simulated:
+        figure = _compare_prediction(*sides, margin, place, as_json, markdown)
+    else:
+        found = compare_sides(*sides, margin=margin)
+        _print(
+            as_json,
+            markdown,
+            lambda: verdicts.compare_table(found),
+            lambda: verdicts.compare_json(found),
+            lambda: verdicts.compare_markdown(found),
+        )
+        figure = _draw_shift(*sides, margin, place)
     print(f"Figure: {figure}", file=sys.stderr if as_json or markdown == "-" else sys.stdout)
 
 
@@ -261,21 +272,57 @@ def _words(argument: str, text: str) -> list[str]:
         raise InputError(argument, text, str(error)) from error
 
 
+def _compare_prediction(
+    a: Side, b: Side, margin: float, folder: Path, as_json: bool, markdown: str | None
+) -> Path:
+    """Prints how far the simulated one of two runs is from the measured one, and draws it."""
+    from roseinfer.bench import prediction
+    from roseinfer.bench.compare import check_margin, common_cells, notes_on_each
+    from roseinfer.bench.prediction_figure import draw_prediction, prediction_figure_data
+
+    check_margin(margin)
+    common_cells(a, b)
+    measured, simulated = (b, a) if a.is_simulated else (a, b)
+    errors = prediction.errors(measured.requests, simulated.requests)
+    notes = notes_on_each(a, b)
+    if measured.manifest.get("workload_sha256") != simulated.manifest.get("workload_sha256"):
+        notes.append("the runs have other workloads (arrivals, lengths or prompts)")
+    names = measured.name, simulated.name
+    _print(
+        as_json,
+        markdown,
+        lambda: prediction.compare_table(errors, *names, notes),
+        lambda: prediction.compare_json(errors, *names, notes),
+        lambda: prediction.compare_markdown(errors, *names, notes),
+    )
+    data = prediction_figure_data(errors)
+    figure = draw_prediction(data, _caption(measured, f"{names[0]}, predicted by {names[1]}"), margin=margin)
+    return _save(figure, data, folder, f"prediction_of_{measured.name}")
+
+
 def _draw_shift(a: Side, b: Side, margin: float, folder: Path) -> Path:
-    """Draws where TTFT moved, and keeps the figures behind it as CSV."""
-    from roseinfer.bench import report
-    from roseinfer.bench.figure_style import Caption, save
+    """Draws where TTFT moved."""
     from roseinfer.bench.shift import draw_shift, shift_data
     from roseinfer.bench.sides import share_blocks
 
     data = shift_data(a.requests, b.requests, paired=share_blocks(a, b), seed=int(a.manifest["seed"]))
-    caption = Caption(
-        model=report.model_name(b.manifest),
-        machine=report.machine_name(b.manifest),
-        run_id=f"{a.name} and {b.name}",
+    figure = draw_shift(data, _caption(b, f"{a.name} and {b.name}"), names=("A", "B"), margin=1 + margin)
+    return _save(figure, data, folder, f"shift_from_{a.name}")
+
+
+def _caption(side: Side, runs: str) -> Caption:
+    from roseinfer.bench import report
+    from roseinfer.bench.figure_style import Caption
+
+    return Caption(
+        model=report.model_name(side.manifest), machine=report.machine_name(side.manifest), run_id=runs
     )
-    figure = draw_shift(data, caption, names=("A", "B"), margin=1 + margin)
+
+
+def _save(figure: Figure, data: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Keeps a figure, and what is behind it as CSV; the place of the PNG."""
+    from roseinfer.bench.figure_style import save
+
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"shift_from_{a.name}"
     data.to_csv(folder / f"{name}.csv", index=False)
     return save(figure, folder, name)[0]

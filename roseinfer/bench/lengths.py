@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
@@ -26,13 +27,19 @@ def draw_lengths(
     "lognormal" has the typical length for its median and `spread` for the standard deviation of its logarithm; at
     least 1 token stays.
     """
+    blocks = length_blocks(lengths, typical_tokens, seed=seed, repeat=repeat, stream=stream)
+    return np.concatenate([*islice(blocks, -(-n // BLOCK_ROWS)), np.empty(0, np.int64)])[:n]
+
+
+def length_blocks(
+    lengths: Lengths, typical_tokens: int, *, seed: int, repeat: int, stream: Stream
+) -> Iterator[NDArray[np.int64]]:
+    """What `draw_lengths` draws, in blocks of BLOCK_ROWS, without end."""
     if lengths.kind == "fixed":
-        return np.full(n, typical_tokens, np.int64)
-    n_blocks = -(-n // BLOCK_ROWS)
-    blocks = [
-        _block(lengths, typical_tokens, rng) for rng in islice(block_rngs(seed, repeat, stream), n_blocks)
-    ]
-    return np.concatenate(blocks)[:n]
+        while True:
+            yield np.full(BLOCK_ROWS, typical_tokens, np.int64)
+    for rng in block_rngs(seed, repeat, stream):
+        yield _block(lengths, typical_tokens, rng)
 
 
 def _block(lengths: Lengths, typical_tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from roseinfer.bench.flag_values import (
     wrong,
 )
 from roseinfer.bench.load_options import ARRIVALS, DEFAULT_BURST_SIZE
-from roseinfer.bench.options import RunOptions
+from roseinfer.bench.options import RunOptions, is_url
 
 CLOSED: Final = "closed"
 """What the records call the arrivals of a closed loop; the other names are `load_options.ARRIVALS`."""
@@ -32,6 +32,9 @@ CLOSED_LOOP_MOST: Final = 65_536
 
 CLOSED_LOOP_REFUSED_PAUSE_S: Final = 0.05
 """From a refusal to the next request of that user: without a pause a client would measure how fast it is refused."""
+
+SERVER_TIMEOUT_S: Final = 600.0
+"""Where --timeout does not say it. An engine in this process ends what it takes; of a server nobody knows."""
 
 FIXED: Final = Lengths()
 
@@ -50,6 +53,7 @@ _OF_ARRIVALS: Final = (
     "burst_size",
     "burst_interval",
     "request_rate",
+    "load",
     "burstiness",
     "submit_interval_ms",
 )
@@ -140,7 +144,7 @@ def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool 
         burstiness=o.burstiness,
         ramp_s=o.ramp,
         max_concurrency=o.max_concurrency,
-        timeout_s=o.timeout,
+        timeout_s=SERVER_TIMEOUT_S if o.timeout is None and is_url(o.target) else o.timeout,
         trace=o.trace,
         time_scale=o.time_scale,
         length_scale=o.length_scale,
@@ -167,12 +171,22 @@ def bursts_of(o: RunOptions, load: Load) -> list[int] | list[None]:
 
 
 def rates_of(o: RunOptions, load: Load) -> list[float] | list[None]:
-    """The request rates of the cells, per second; None where there is no rate."""
+    """The request rates of the cells, per second; of --load its shares, which `load_share` makes rates of.
+
+    None where there is no rate.
+    """
     if load.arrival not in AT_A_RATE:
         return [None]
+    if o.load is not None:
+        return list(rates("load", o.load, "parts of the capacity"))
     if o.request_rate is None:
         return [1e3 / o.submit_interval_ms]
     return list(rates("request_rate", o.request_rate))
+
+
+def rate_field(o: RunOptions) -> str | None:
+    """The field that sets the request rate, if one does."""
+    return next((field for field in ("request_rate", "load") if getattr(o, field) is not None), None)
 
 
 def check_shape(o: RunOptions, load: Load, burst_size: int | None, rate: float | None) -> None:
@@ -186,13 +200,7 @@ def check_shape(o: RunOptions, load: Load, burst_size: int | None, rate: float |
     if n is not None:
         span_s = min(span_s, n / (rate or in_bursts))
     if per_s * span_s > MOST_REQUESTS:
-        field = (
-            "burst_interval"
-            if rate is None
-            else "submit_interval_ms"
-            if o.request_rate is None
-            else "request_rate"
-        )
+        field = "burst_interval" if rate is None else rate_field(o) or "submit_interval_ms"
         raise wrong(field, o, f"makes more than {MOST_REQUESTS} requests in {span_s:g} s")
     if interval_s is not None and span_s <= interval_s:
         raise wrong(
@@ -234,9 +242,11 @@ def _arrival(o: RunOptions, asked: Collection[str], replays_closed_loop: bool) -
         if (o.prompt_len or o.prompt) is not None and o.max_new_tokens is not None:
             _refuse(o, asked, ("length_scale",), None, "has no length of the trace to scale")
         return "trace"
-    spaced, rate = o.submit_interval_ms > 0, o.request_rate is not None
+    if o.load is not None:
+        _refuse(o, asked, ("request_rate",), "--load")
+    spaced, rate = o.submit_interval_ms > 0, rate_field(o) is not None
     if spaced:
-        _refuse(o, asked, ("request_rate", "burst_size", "burst_interval"), "--submit-interval-ms")
+        _refuse(o, asked, ("request_rate", "load", "burst_size", "burst_interval"), "--submit-interval-ms")
         if o.arrival not in (None, "constant"):
             raise wrong("submit_interval_ms", o, f"contradicts --arrival {o.arrival}")
     arrival = o.arrival or _usual_arrival(o)
@@ -248,7 +258,7 @@ def _arrival(o: RunOptions, asked: Collection[str], replays_closed_loop: bool) -
     if arrival in AT_A_RATE and not (rate or spaced):
         raise wrong("burstiness" if o.arrival is None else "arrival", o, "needs --request-rate")
     if arrival == "burst":
-        _refuse(o, asked, ("request_rate",), "--arrival burst")
+        _refuse(o, asked, ("request_rate", "load"), "--arrival burst")
     if o.burst_interval is not None and o.burst_size is None:
         raise wrong("burst_interval", o, "needs --burst-size")
     if rate and o.burst_size is not None and o.burst_interval is None:
@@ -261,7 +271,7 @@ def _usual_arrival(o: RunOptions) -> str:
         return "constant"
     if o.burstiness is not None:
         return "gamma"
-    if o.request_rate is not None:
+    if rate_field(o) is not None:
         return "poisson"
     is_closed = o.max_concurrency is not None and o.burst_size is None and o.burst_interval is None
     return CLOSED if is_closed else "burst"
@@ -272,7 +282,7 @@ def _check_end(o: RunOptions, arrival: str | None) -> None:
     endless = o.num_requests is None and o.duration is None
     needs = "needs --num-requests or --duration"
     if arrival in AT_A_RATE and endless:
-        raise wrong("request_rate" if o.request_rate is not None else "submit_interval_ms", o, needs)
+        raise wrong(rate_field(o) or "submit_interval_ms", o, needs)
     if o.burst_interval is not None and endless:
         raise wrong("burst_interval", o, needs)
     if (

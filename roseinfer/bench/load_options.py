@@ -81,8 +81,8 @@ class LoadOptions:
     arrival: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(ARRIVALS[:-1])} or {ARRIVALS[-1]}. Default: burst; with --request-rate poisson (with"
-            " --burstiness gamma); with --trace trace."
+            help=f"{', '.join(ARRIVALS[:-1])} or {ARRIVALS[-1]}. Default: burst; with --request-rate or --load"
+            " poisson (with --burstiness gamma); with --trace trace."
         ),
     ] = None
     num_requests: Annotated[
@@ -110,6 +110,12 @@ class LoadOptions:
     request_rate: Annotated[
         str | None, typer.Option(help="Requests per second, whatever the server does; any number > 0.")
     ] = None
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="The same as a share of the capacity that the cost model implies, such as 0.8 (--target sim only)."
+        ),
+    ] = None
     burstiness: Annotated[
         float | None,
         decimal_option(help="Shape of gamma gaps between requests: 1 is Poisson, below 1 burstier."),
@@ -136,7 +142,10 @@ class LoadOptions:
     ] = None
     timeout: Annotated[
         float | None,
-        decimal_option(help="Seconds from its sending after which the client gives a request up."),
+        decimal_option(
+            help="Seconds from its sending after which the client gives a request up. Default: 600 for a server, else"
+            " never."
+        ),
     ] = None
     trace: Annotated[
         Path | None,

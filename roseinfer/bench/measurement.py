@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.records import HTTP
 from roseinfer.bench.rows import CellResult
+from roseinfer.bench.sim_target import RowTaker, SimTarget
 from roseinfer.bench.stats import PERCENTILE_METHOD
-from roseinfer.bench.store import RunFolder
+from roseinfer.bench.store import CellKey, RunFolder
 from roseinfer.bench.summary import SUMMARY_SCHEMA, sort_cells, summarise
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
@@ -33,10 +37,47 @@ class Target(Protocol):
         ...
 
 
+class Bench(NamedTuple):
+    """What cells are run on; `model` says in run.json what computes."""
+
+    target: Target
+    source: WorkloadSource
+    model: dict[str, Any]
+
+
 class Progress(Protocol):
     """Told in words what starts now, and, of the cells, how many of how many are done."""
 
     def __call__(self, doing: str, done: int | None = None, total: int | None = None) -> None: ...
+
+
+class CellRun(NamedTuple):
+    """A cell in one repeat: what is run at a time."""
+
+    cell: Cell
+    repeat: int
+
+    @property
+    def key(self) -> CellKey:
+        return self.cell.cell_id, self.repeat
+
+    def __str__(self) -> str:
+        return f"{self.cell.cell_id}, repeat {self.repeat + 1}"
+
+
+@dataclass
+class Recorded:
+    """Everything that a cell left, held until it is saved: rows by the name of their table, and facts."""
+
+    rows: list[tuple[str, pd.DataFrame | pa.Table]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, rows: pd.DataFrame | pa.Table) -> None:
+        self.rows.append((name, rows))
+
+
+RunCells = Callable[[RunFolder, Sequence[CellRun], Callable[[CellRun], None]], None]
+"""Runs and saves cells; the last argument is told of each as it begins."""
 
 
 def order(experiment: Experiment) -> list[list[Cell]]:
@@ -64,8 +105,12 @@ def manifest(
     workload: pd.DataFrame,
     workload_notes: Sequence[str],
     command: str,
+    environment: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
-    """What run.json says about a run before it starts. `model` describes what computes."""
+    """What run.json says about a run before it starts. `model` describes what computes, `environment` where.
+
+    None is this machine.
+    """
     return {
         "command": command,
         "target": HTTP if experiment.is_http else experiment.options.target,
@@ -78,7 +123,7 @@ def manifest(
         "workload_sha256": workload_sha256(workload),
         "workload_notes": list(workload_notes),
         "order": [[cell.cell_id for cell in block] for block in order(experiment)],
-        "environment": describe_environment(),
+        "environment": describe_environment() if environment is None else dict(environment),
         "percentile_method": PERCENTILE_METHOD,
     }
 
@@ -121,27 +166,65 @@ def _first_at_once(workload: Workload, most: int) -> Workload:
     )
 
 
-def measure(
-    experiment: Experiment, target: Target, source: WorkloadSource, folder: RunFolder, progress: Progress
-) -> None:
-    """Measures what is not on disk yet. Interrupted at any moment, it loses at most the running cell."""
+def measure(experiment: Experiment, folder: RunFolder, progress: Progress, run_cells: RunCells) -> None:
+    """Measures what is not on disk yet. Interrupted at any moment, it loses at most the cells that are running."""
     finished = folder.finished_cells()
     blocks = order(experiment)
     total = sum(map(len, blocks))
-    done = len(finished)
-    for repeat, block in enumerate(blocks):
+    runs = [CellRun(cell, repeat) for repeat, block in enumerate(blocks) for cell in block]
+    done = count(len(finished))
+
+    def begins(run: CellRun) -> None:
+        progress(f"repeat {run.repeat + 1}/{len(blocks)}, {run.cell.cell_id}", next(done), total)
+
+    run_cells(folder, [run for run in runs if run.key not in finished], begins)
+
+
+def run_cells(
+    bench: Bench, folder: RunFolder, todo: Sequence[CellRun], begins: Callable[[CellRun], None]
+) -> None:
+    """Runs and saves one cell after the other."""
+    for _, block in groupby(todo, key=lambda run: run.repeat):
         gc.collect()  # of the cells before: within a cell most of the heap is frozen
-        for cell in block:
-            if (cell.cell_id, repeat) in finished:
-                continue
-            progress(f"repeat {repeat + 1}/{len(blocks)}, {cell.cell_id}", done, total)
-            result = target.run(cell, source.draw(cell.shape, repeat))
-            facts = {**result.facts.to_json(), **result.notes}
-            folder.write_cell(
-                cell.cell_id, repeat, result.requests, result.steps, facts, attempts=result.attempts
-            )
-            done += 1
-        target.end_block()
+        for run in block:
+            begins(run)
+            run_and_save(run, bench, folder)
+        bench.target.end_block()
+
+
+def run_and_save(run: CellRun, bench: Bench, folder: RunFolder) -> None:
+    if isinstance(bench.target, SimTarget):
+        with folder.cell(*run.key) as writer:  # what a simulation leaves may be larger than memory
+            writer.facts = record(run, bench, writer)
+    else:
+        save(run, run_cell(run, bench), folder)
+
+
+def run_cell(run: CellRun, bench: Bench) -> Recorded:
+    recorded = Recorded()
+    recorded.facts = record(run, bench, recorded)
+    return recorded
+
+
+def record(run: CellRun, bench: Bench, taker: RowTaker) -> dict[str, Any]:
+    """What every way to run cells does with each of them: its rows go to `taker`, its facts are returned."""
+    target, source = bench.target, bench.source
+    if isinstance(target, SimTarget):
+        facts, notes = target.record(run.cell, source.blocks(run.cell.shape, run.repeat), taker)
+        return {**facts.to_json(), **notes}
+    result = target.run(run.cell, source.draw(run.cell.shape, run.repeat))
+    taker.add("requests", result.requests)
+    taker.add("steps", result.steps)
+    if result.attempts is not None:
+        taker.add("attempts", result.attempts)
+    return {**result.facts.to_json(), **result.notes}
+
+
+def save(run: CellRun, recorded: Recorded, folder: RunFolder) -> None:
+    with folder.cell(*run.key) as writer:
+        for name, rows in recorded.rows:
+            writer.add(name, rows)
+        writer.facts = recorded.facts
 
 
 def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:

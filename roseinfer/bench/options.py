@@ -58,6 +58,14 @@ class RunOptions(LoadOptions, HttpOptions):
         typer.Option(metavar="FILE", help="JSON of the seconds that a step of the simulated engine takes."),
     ] = None
 
+    no_token_times: Annotated[
+        bool,
+        typer.Option(
+            "--no-token-times",
+            help="Keep no times of single tokens and no members of steps, for millions of simulated requests.",
+        ),
+    ] = False
+
     max_inflight: Annotated[
         str,
         typer.Option(
@@ -99,6 +107,17 @@ class RunOptions(LoadOptions, HttpOptions):
     max_error_share: Annotated[
         float, decimal_option(help="Share of requests that may fail before a run counts as invalid.")
     ] = 0.01
+    shards: Annotated[
+        int, whole_option(help="Processes that share the cells of a simulation (--target sim only).")
+    ] = 1
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run the cells on a Ray cluster: local, HOST:PORT or ray://HOST:PORT. A measured cell has a GPU, or on"
+            " CPUs a node, to itself.",
+        ),
+    ] = None
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Where runs are kept.")] = Path(
         "results"
     )
@@ -137,7 +156,7 @@ class SweepOptions(RunOptions):
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and end.")] = False
 
 
-SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens", "request_rate")
+SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens", "request_rate", "load")
 """Fields that take comma lists."""
 
 NOT_CONFIGURATION: Final = frozenset(
@@ -147,6 +166,8 @@ NOT_CONFIGURATION: Final = frozenset(
         "dry_run",
         "json",
         "quiet",
+        "shards",
+        "ray",
         "output_dir",
         "experiment_name",
         "run_id",
@@ -210,7 +231,7 @@ def field_value(name: str, field: str, value: object, kind: object) -> object:
     kinds = getattr(kind, "__args__", (kind,))
     if field in SWEPT:
         items = value if isinstance(value, list) else [value]
-        plain = str | int | float if field == "request_rate" else str | int
+        plain = str | int | float if field in ("request_rate", "load") else str | int
         if all(isinstance(item, plain) and not isinstance(item, bool) for item in items):
             return ",".join(map(str, items))
     elif list[str] in kinds:

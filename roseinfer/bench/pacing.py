@@ -2,6 +2,10 @@
 
 Requests are "at once" that share their due time exactly: bursts, also on top of other arrivals. Those that the
 client's own cap held back were due when their permit came. A closed loop has no schedule to keep.
+
+One request in a hundred may be late. Of fewer than a hundred that are not at once one may, the latest: their p99 would
+be their maximum, and a single send that the machine held up would make the run invalid. It is in no rule here. Its
+latency counts from the schedule all the same.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ clock that counts a year of uptime resolves 4 ns).
 
 _BURST_SPREAD_S: Final = 5e-3
 _BURST_SPREAD_S_PER_REQUEST: Final = 150e-6
+_FEWEST_WITH_P99: Final = 100
 _SEND_LAG_S: Final = 2e-3
 _SEND_LAG_SHARE_OF_TTFT: Final = 0.05
 _SENT_SPAN_SHARE: Final = 0.01
@@ -44,9 +49,11 @@ def check_pacing(requests: pd.DataFrame) -> list[str]:
     was_held = cap_wait_s > ROUNDING_S
     in_burst = _are_at_once(derived) & was_sent & ~was_held
     apart = was_sent & ~in_burst
+    latest = _latest_of_few(lag_s, apart)
+    apart &= ~latest
     found = [*_burst_spread(due_s[in_burst], sent_s[in_burst]), *_lag(lag_s[apart], ttft_s[apart])]
     if was_sent.all() and not was_held.any():
-        found += _span(due_s, sent_s)
+        found += _span(due_s[~latest], sent_s[~latest])
     on_time = apart & ~was_held
     return found + (
         _constant_gaps(due_s[on_time], sent_s[on_time]) if _arrival(derived) == "constant" else []
@@ -151,12 +158,23 @@ def _burst_spread(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> li
     return [f"{burst} took {_ms(spread_s[worst])} to send, more than {_ms(allowed_s[worst])}{more}"]
 
 
+def _latest_of_few(lag_s: NDArray[np.float64], apart: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The one that may be late; nobody where there is only one, or where a p99 says how many may be."""
+    latest = np.zeros_like(apart)
+    if 1 < np.count_nonzero(apart) < _FEWEST_WITH_P99:
+        latest[np.argmax(np.where(apart, lag_s, -np.inf))] = True
+    return latest
+
+
 def _lag(lag_s: NDArray[np.float64], ttft_s: NDArray[np.float64]) -> list[str]:
-    p99_s = percentile(lag_s, 99)
+    """Of few, the largest lag but that of the latest, which is not among them."""
+    largest_s = percentile(lag_s, 99)
     allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
-    if not p99_s > allowed_s:
+    if not largest_s > allowed_s:
         return []
-    return [f"p99 send lag {_ms(p99_s)}, more than {_ms(allowed_s)}: the sender fell behind"]
+    is_few = lag_s.size < _FEWEST_WITH_P99
+    said = f"send lag up to {_ms(largest_s)} (n={lag_s.size})" if is_few else f"p99 send lag {_ms(largest_s)}"
+    return [f"{said}, more than {_ms(allowed_s)}: the sender fell behind"]
 
 
 def _span(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:

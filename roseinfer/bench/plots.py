@@ -20,6 +20,7 @@ from roseinfer.bench.gantt import draw_gantt, gantt_data
 from roseinfer.bench.heat_map import draw_heat_map, heat_map_data
 from roseinfer.bench.load_curve import draw_load_curve, load_curve_data
 from roseinfer.bench.nines import draw_nines, nines_data
+from roseinfer.bench.prediction_figure import draw_prediction, prediction_figure_data
 from roseinfer.bench.records import HTTP
 from roseinfer.bench.strips import draw_p99, draw_throughput, points_data
 from roseinfer.bench.timeline import draw_timeline, timeline_data
@@ -37,12 +38,14 @@ def draw_all(
     folder: Path,
     *,
     steps: pd.DataFrame | None = None,
+    prediction_errors: pd.DataFrame | None = None,
 ) -> list[Path]:
     """Draw every figure that the run can carry into `folder`: a PNG, an SVG and the CSV behind them.
 
     `requests` holds rows of REQUEST_SCHEMA, `summary` one row per cell and repeat and a pooled one per cell
-    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained). Returns the
-    files in the order of writing. Raises RunError if `folder` cannot be written.
+    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained),
+    `prediction_errors` those of `prediction.errors` (None: nothing was predicted). Returns the files in the order of
+    writing. Raises RunError if `folder` cannot be written.
     """
     points = points_data(summary)
     figures: list[_FigureOf] = [
@@ -56,6 +59,8 @@ def draw_all(
     ]
     if steps is not None and not (requests["target"] == HTTP).all():
         figures.append(("p99_explained", explain_figure_data(requests, steps), draw_explain))
+    if prediction_errors is not None:
+        figures.append(("prediction", prediction_figure_data(prediction_errors), draw_prediction))
     figures = [figure for figure in figures if not figure[1].empty]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,13 @@ import numpy as np
 import pandas as pd
 
 from roseinfer.bench.goals import Goal, met
+from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.records import FACTORS, Outcome, derive
+from roseinfer.bench.shares import share_gap
 from roseinfer.bench.stats import Interval, cluster_bootstrap, percentile_label, smallest_sample
 from roseinfer.bench.steady_state import steady_rows
 from roseinfer.bench.summary import limit_label, pooled, sort_cells
+from roseinfer.bench.wasted_work import wasted_share
 from roseinfer.errors import InputError
 
 SLO_METRICS: Final = ("ttft", "ttft_from_send", "queue_wait", "prefill", "tpot", "e2el")
@@ -70,6 +73,13 @@ class Judgement:
         """The sample was large enough to say whether the SLO holds."""
         return self.n >= smallest_sample(self.slo.percentile) and math.isfinite(self.interval_ms.lo)
 
+    @property
+    def verdict(self) -> Verdict:
+        """PASS where the whole interval keeps the SLO, FAIL where none of it does."""
+        if self.is_judged and self.interval_ms.hi <= self.slo.limit_ms:
+            return Verdict.PASS
+        return Verdict.FAIL if self.is_judged and self.interval_ms.lo > self.slo.limit_ms else Verdict.UNKNOWN
+
     def describe(self) -> str:
         """The percentile in words: p99 ttft 212.3 ms (95 % interval 200.1 to 231.0, n=512)."""
         lo, point, hi = self.interval_ms
@@ -83,12 +93,18 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one limit did. `limit` None is no limit; `served` met every SLO bound, as single requests."""
+    """What one limit did. `limit` None is no limit; `served` met every SLO bound, as single requests.
+
+    `repeats` has (served, offered) of each, by its number. `wasted_share` of the tokens went to requests that were not
+    served so; NaN where that is not known.
+    """
 
     limit: int | None
     offered: int
     served: int
+    repeats: Mapping[int, tuple[int, int]]
     reject_rate: float
+    wasted_share: float
     judgements: tuple[Judgement, ...]
     why_not: tuple[str, ...]  # empty: it qualifies
 
@@ -145,6 +161,36 @@ class Recommendation:
         silent = "".join(f" Not judged: {limit_label(one.limit)} ({one.why_not[0]})." for one in unjudged)
         return f"{prefix}recommended for {goal}: {limit}. {self.chosen.describe()}.{doubt}{silent}"
 
+    @property
+    def runner_up(self) -> Evidence | None:
+        """What would be recommended if the chosen limit had not been tried."""
+        return _best([one for one in self.evidence if one is not self.chosen])
+
+    def how_sure(self, *, seed: int) -> str | None:
+        """By how much the chosen limit is ahead of the runner-up, repeat by repeat; None where none is chosen."""
+        first, second = self.chosen, self.runner_up
+        if first is None:
+            return None
+        if second is None:
+            return "No other limit that was tried qualifies."
+        both = sorted(first.repeats.keys() & second.repeats.keys())
+        lo, gap, hi = share_gap(
+            [first.repeats[repeat][0] for repeat in both],
+            [second.repeats[repeat][0] for repeat in both],
+            [first.repeats[repeat][1] for repeat in both],
+            seed=seed,
+        )
+        other = limit_label(second.limit)
+        if lo == gap == hi == 0:
+            return f"The runner-up, {other}, serves as many in every repeat: the larger limit was taken."
+        ahead = f"{100 * gap:.1f} points more of the offered requests are served within the goal than with {other}"
+        bounds = f"95 % {100 * lo:.1f} to {100 * hi:.1f} over {len(both)} paired repeats"
+        if not math.isfinite(lo):
+            return f"Not sure: {ahead}, the runner-up; one repeat cannot say whether by chance."
+        if lo > 0:
+            return f"Sure of it: {ahead}, the runner-up ({bounds})."
+        return f"Not sure: {ahead}, the runner-up, and it may be chance ({bounds}): more repeats would tell."
+
 
 def recommend(
     requests: pd.DataFrame, summary: pd.DataFrame, slos: Sequence[Slo], *, seed: int
@@ -189,14 +235,23 @@ def _evidence(requests: pd.DataFrame, cell: pd.Series, slos: Sequence[Slo], seed
     completed = counted.loc[counted["outcome"] == Outcome.COMPLETED]
     judgements = tuple(_judge(completed, slo, seed) for slo in slos)
     served = met(derived, [Goal(slo.metric, slo.limit_ms) for slo in slos])
+    by_repeat = pd.Series(served).groupby(derived["repeat"].to_numpy()).agg(["sum", "size"])
     why_not = [judgement.why_not for judgement in judgements if judgement.why_not is not None]
     if not cell["valid"]:
         why_not.append(f"the measurement is invalid: {cell['invalid_reasons']}")
     return Evidence(
         limit=None if pd.isna(cell["max_inflight"]) else int(cell["max_inflight"]),
-        offered=int(cell["offered"]),
+        offered=len(derived),
         served=int(np.count_nonzero(served)),
-        reject_rate=float(cell["reject_rate"]),
+        repeats=dict(
+            zip(
+                by_repeat.index.astype(int).tolist(),
+                zip(by_repeat["sum"].tolist(), by_repeat["size"].tolist(), strict=True),
+                strict=True,
+            )
+        ),
+        wasted_share=wasted_share(derived, served),
+        reject_rate=float((derived["outcome"] == Outcome.REJECTED).mean()),
         judgements=judgements,
         why_not=tuple(why_not),
     )

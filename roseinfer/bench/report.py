@@ -53,7 +53,7 @@ def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
         limits = [limit_label(limit) for limit in cells["max_inflight"]]
         records = cells.to_dict("records")
         lines = [("max inflight", limits), *_lines(records)]
-        yield "\n".join([_heading(cells.iloc[0]), *_layout(lines, width), *_wrapped(_notes(records), width)])
+        yield "\n".join([_heading(cells.iloc[0]), *layout(lines, width), *_wrapped(_notes(records), width)])
 
 
 def _heading(cell: pd.Series[Any]) -> str:
@@ -96,7 +96,7 @@ def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
         )
 
 
-def _layout(lines: list[Line], width: int) -> Iterator[str]:
+def layout(lines: list[Line], width: int) -> Iterator[str]:
     """Columns side by side, as many as fit, and the rest below."""
     label_width = max(len(label) for label, _ in lines)
     widths = [

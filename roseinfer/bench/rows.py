@@ -6,10 +6,12 @@ server saw has rows of its own: `http.rows`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
+import pyarrow as pa
 
 from roseinfer.bench.environment import public_text
 from roseinfer.bench.experiment import Cell
@@ -17,7 +19,7 @@ from roseinfer.bench.records import Outcome
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
-from roseinfer.executor import Span, StepRecord
+from roseinfer.executor import StepRecord
 from roseinfer.request import FinishReason, TokenEvent
 from roseinfer.stream import Timings
 
@@ -122,7 +124,7 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "reject_stage": "submit",
         }
     if attempt.failure is not None:
-        return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": _error_text(attempt.failure)}
+        return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": error_text(attempt.failure)}
     return row | {"admitted_s": returned_s} | _answer(attempt, t0)
 
 
@@ -153,7 +155,7 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
             "ended_s": ended_s - t0,
             "outcome": OUTCOMES[event.finish_reason],
             "finish_reason": event.finish_reason,
-            "error": None if event.error is None else _error_text(event.error),
+            "error": None if event.error is None else error_text(event.error),
         }
     return {
         **stamps,
@@ -169,46 +171,103 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
     }
 
 
-def step_row(number: int, step: StepRecord, t0: float, index_of: dict[int, int]) -> dict[str, Any]:
+STEP_COLUMNS: Final = tuple(
+    "step plan_start_s exec_start_s exec_end_s published_s prefill_requests prefill_tokens prefill_attention_pairs"
+    " decode_requests context_tokens cached_tokens waiting running kv_tokens members".split()
+)
+
+
+def step_row(number: int, step: StepRecord, t0: float, index_of: Mapping[int, int]) -> dict[str, Any]:
     """The columns of STEP_SCHEMA; seconds from `t0`. `index_of` gives the request_index of a request id."""
+    return dict(zip(STEP_COLUMNS, step_values(number, step, t0, index_of.__getitem__), strict=True))
+
+
+def step_values(
+    number: int, step: StepRecord, t0: float, index_of: Callable[[int], int] | None
+) -> tuple[Any, ...]:
+    """A step's row in the order of STEP_COLUMNS. Without `index_of` it has no members."""
+    prefills = prefill_tokens = attention_pairs = decodes = context_tokens = 0
     spans = step.plan.spans
-    prefills = [span for span in spans if not _is_decode(span)]
-    decodes = [span for span in spans if _is_decode(span)]
-    return {
-        "step": number,
-        "plan_start_s": step.plan_start_s - t0,
-        "exec_start_s": step.result.exec_start_s - t0,
-        "exec_end_s": step.result.exec_end_s - t0,
-        "published_s": step.published_s - t0,
-        "prefill_requests": len(prefills),
-        "prefill_tokens": sum(span.n_tokens for span in prefills),
-        "prefill_attention_pairs": sum(
-            s.n_tokens * s.start + s.n_tokens * (s.n_tokens + 1) // 2 for s in prefills
-        ),
-        "decode_requests": len(decodes),
-        "context_tokens": sum(span.start + 1 for span in decodes),
-        "cached_tokens": 0,
-        "waiting": step.waiting,
-        "running": step.running,
-        "kv_tokens": step.kv_tokens,
-        "members": [
-            {
-                "request_index": index_of[span.request.request_id],
-                "start": span.start,
-                "n_tokens": span.n_tokens,
-            }
-            for span in spans
-        ],
-    }
-
-
-def _is_decode(span: Span) -> bool:
-    return span.start >= span.request.prompt_len
+    for request, start, n_tokens, _ in spans:
+        if start >= request.prompt_len:
+            decodes += 1
+            context_tokens += start + 1
+        else:
+            prefills += 1
+            prefill_tokens += n_tokens
+            attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+    members = None
+    if index_of is not None:
+        members = [
+            {"request_index": index_of(request.request_id), "start": start, "n_tokens": n_tokens}
+            for request, start, n_tokens, _ in spans
+        ]
+    return (
+        number,
+        step.plan_start_s - t0,
+        step.result.exec_start_s - t0,
+        step.result.exec_end_s - t0,
+        step.published_s - t0,
+        prefills,
+        prefill_tokens,
+        attention_pairs,
+        decodes,
+        context_tokens,
+        0,
+        step.waiting,
+        step.running,
+        step.kv_tokens,
+        members,
+    )
 
 
 def _since(t0: float, stamp: float | None) -> float | None:
     return None if stamp is None else stamp - t0
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """What a record says of an error: nothing of this machine."""
     return f"{type(error).__name__}: {public_text(str(error))}"
+
+
+ROW_GROUP_ROWS: Final = 65_536
+
+
+class RowGroups:
+    """Takes rows one by one, and hands them on as tables of ROW_GROUP_ROWS rows, the last one of what is left.
+
+    A row is a tuple in the order of `names`; `constants` are columns that are the same in all rows.
+    """
+
+    def __init__(
+        self,
+        schema: pa.Schema,
+        names: Sequence[str],
+        constants: Mapping[str, Any],
+        hand_on: Callable[[pa.Table], None],
+    ) -> None:
+        self._rows: list[tuple[Any, ...]] = []
+        self._varying = [schema.field(name) for name in names]
+        self._constant = [(schema.field(name), value) for name, value in constants.items()]
+        self._hand_on = hand_on
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        self._rows.append(row)
+        if len(self._rows) == ROW_GROUP_ROWS:
+            self._flush()
+
+    def finish(self) -> None:
+        """Hands the rest on."""
+        if self._rows:
+            self._flush()
+
+    def _flush(self) -> None:
+        n = len(self._rows)
+        columns = [
+            pa.array(column, type=field.type)
+            for field, column in zip(self._varying, zip(*self._rows, strict=True), strict=True)
+        ]
+        columns += [pa.repeat(pa.scalar(value, field.type), n) for field, value in self._constant]
+        self._rows.clear()
+        fields = [*self._varying, *(field for field, _ in self._constant)]
+        self._hand_on(pa.Table.from_arrays(columns, schema=pa.schema(fields)))

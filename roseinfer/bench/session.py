@@ -6,27 +6,29 @@ import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
 import pandas as pd
 
-from roseinfer.bench import measurement, report
+from roseinfer.bench import measurement, report, shards
 from roseinfer.bench.burst_report import burst_report
+from roseinfer.bench.engine_bench import engine_bench
 from roseinfer.bench.environment import REMOTE, describe_environment, public_command
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of, told_of_lengths
 from roseinfer.bench.http_options import BUILTIN_TOKENIZER
+from roseinfer.bench.load_share import told_of_load
 from roseinfer.bench.options import flag
 from roseinfer.bench.progress import Progress
 from roseinfer.bench.recommend import Recommendation, parse_slo, recommend
 from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder, check_name, check_writable, differences, new_run_id
-from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import Workload, WorkloadSource
 from roseinfer.errors import InputError
 from roseinfer.model_source import SourceKind, check_model_source, known_context
@@ -38,12 +40,18 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
-class _Bench(NamedTuple):
-    """What cells are run on. `model` says in run.json what computes."""
+class _Prepared(NamedTuple):
+    """How to run cells, and what run.json says of it: `model` is what computes, `environment` where (None: here).
 
-    target: measurement.Target
-    source: WorkloadSource
+    `workload` holds all requests; `warm_up` is called before the first cell.
+    """
+
+    workload: pd.DataFrame
+    notes: list[str]
     model: dict[str, Any]
+    run_cells: measurement.RunCells
+    warm_up: Callable[[], None] = lambda: None
+    environment: dict[str, object] | None = None
 
 
 class Session:
@@ -90,7 +98,9 @@ class Session:
                 raise InputError("--run-id", self._run_id, f"{self._name} has a run of this id")
         else:
             self.folder = RunFolder.open(resume, "--resume")
-            known = {"configuration": experiment.configuration(), "environment": describe_environment()}
+            known: dict[str, Any] = {"configuration": experiment.configuration()}
+            if options.ray is None or self._simulated is not None:
+                known["environment"] = describe_environment()
             self._check_same(self.folder, {**self.folder.manifest, **known})
 
     def _check_model(self) -> None:
@@ -129,24 +139,27 @@ class Session:
         """Measures whatever is missing, and returns the summary. The run is on disk when this returns."""
         experiment, options = self.experiment, self.experiment.options
         with self._progress as progress, ExitStack() as claims:
-            bench = self._set_up_server(progress, claims) if experiment.is_http else self._set_up(progress)
-            workload = bench.source.table()
+            prepared = self._set_up(progress, claims)
             manifest = measurement.manifest(
-                experiment, bench.model, workload, bench.source.notes, self._command
+                experiment,
+                prepared.model,
+                prepared.workload,
+                prepared.notes,
+                self._command,
+                prepared.environment,
             )
             if self.folder is not None:
                 self._check_same(self.folder, manifest)
                 claims.enter_context(self.folder.claimed())
                 self.folder.clear_leftovers()
             if self.folder is None or not self.folder.is_compacted:
-                if self._simulated is None and not experiment.is_http:
-                    measurement.warm_up(experiment, bench.target, bench.source, progress)
+                prepared.warm_up()
                 if self.folder is None:  # not earlier: where the warm-up fails there is no run
                     self.folder = RunFolder.create(options.output_dir, self._name, self._run_id, manifest)
                     claims.enter_context(self.folder.claimed())
-                measurement.measure(experiment, bench.target, bench.source, self.folder, progress)
+                measurement.measure(experiment, self.folder, progress, prepared.run_cells)
             progress("summing up")
-            self.summary = measurement.conclude(self.folder, workload)
+            self.summary = measurement.conclude(self.folder, prepared.workload)
             self._requests = self.folder.read_requests()
             self.conclusions = report.conclusions(self.summary)
             if self._slos:
@@ -155,32 +168,49 @@ class Session:
                 self.recommendations = []
         return self.summary
 
-    def _set_up(self, progress: Progress) -> _Bench:
-        experiment, options = self.experiment, self.experiment.options
-        if (simulated := self._simulated) is not None:
-            source = WorkloadSource(experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
-            return _Bench(simulated, source, simulated.describe())
+    def _set_up(self, progress: Progress, claims: ExitStack) -> _Prepared:
+        if self.experiment.is_http:
+            return self._set_up_server(progress, claims)
+        if self._simulated is not None:
+            return self._set_up_simulation(self._simulated)
+        if self.experiment.options.ray is not None:
+            return self._set_up_cluster(progress, claims, self.experiment.options.ray)
         progress("loading the model")
-        from roseinfer.engine import InferenceEngine
-
-        engine = InferenceEngine.from_pretrained(
-            experiment.model,
-            device=options.device,
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
-            num_threads=options.num_threads,
+        bench = engine_bench(self.experiment)
+        return _Prepared(
+            bench.source.table(),
+            bench.source.notes,
+            bench.model,
+            partial(measurement.run_cells, bench),
+            partial(measurement.warm_up, self.experiment, bench.target, bench.source, progress),
         )
-        source = WorkloadSource(
-            experiment,
-            engine.make_tokenizer(),
-            vocab_size=engine.vocab_size,
-            max_model_len=engine.max_model_len,
-        )
-        kind = check_model_source(experiment.model).kind
-        model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
-        return _Bench(InProcessTarget(engine, experiment), source, model)
 
-    def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Bench:
+    def _set_up_simulation(self, simulated: SimTarget) -> _Prepared:
+        options = self.experiment.options
+        source = WorkloadSource(self.experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
+        source.notes += told_of_load(self.experiment)
+        bench = measurement.Bench(simulated, source, simulated.describe())
+        run_cells: measurement.RunCells
+        if options.ray is not None:
+            from roseinfer.bench import ray_shards
+
+            run_cells = partial(ray_shards.run_cells, bench, options.ray)
+        elif options.shards > 1:
+            run_cells = partial(shards.run_cells, bench, options.shards)
+        else:
+            run_cells = partial(measurement.run_cells, bench)
+        return _Prepared(source.table(), source.notes, bench.model, run_cells)
+
+    def _set_up_cluster(self, progress: Progress, claims: ExitStack, address: str) -> _Prepared:
+        from roseinfer.bench.ray_shards import Cluster, machines
+
+        progress("asking the cluster for a machine")
+        cluster = claims.enter_context(Cluster(address))
+        crew = claims.enter_context(machines(cluster, self.experiment, engine_bench))
+        described, workload, notes = crew.draw()
+        return _Prepared(workload, notes, described.model, crew.run_cells, environment=described.environment)
+
+    def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Prepared:
         experiment = self.experiment
         tokenizer = self._tokenizer
         source = WorkloadSource(
@@ -197,7 +227,9 @@ class Session:
 
         target = claims.enter_context(HttpTarget(experiment, warm_ups))
         progress("asking the server" if experiment.options.target_cmd is None else "starting the server")
-        return _Bench(target, source, target.describe(measurement.order(experiment)[0][0]))
+        model = target.describe(measurement.order(experiment)[0][0])
+        bench = measurement.Bench(target, source, model)
+        return _Prepared(source.table(), source.notes, model, partial(measurement.run_cells, bench))
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -276,8 +308,17 @@ def unkept_files(manifest: dict[str, Any]) -> list[str]:
     return files
 
 
-def draw_figures(folder: RunFolder, output_dir: Path | None, *, explain: bool = True) -> list[Path]:
-    """Draws a run's figures into `output_dir`, by default its own figures/; with `explain` the p99's parts too."""
+def draw_figures(
+    folder: RunFolder,
+    output_dir: Path | None,
+    *,
+    explain: bool = True,
+    prediction_errors: pd.DataFrame | None = None,
+) -> list[Path]:
+    """Draws a run's figures into `output_dir`, by default its own figures/; with `explain` the p99's parts too.
+
+    With `prediction_errors` (of `prediction.errors`) what was predicted over what was measured.
+    """
     from roseinfer.bench.figure_style import Caption
     from roseinfer.bench.plots import draw_all
 
@@ -291,4 +332,5 @@ def draw_figures(folder: RunFolder, output_dir: Path | None, *, explain: bool = 
     )
     place = folder.path / "figures" if output_dir is None else output_dir
     steps = folder.read_steps() if explain else None
-    return draw_all(requests, measurement.summary_of(folder), caption, place, steps=steps)
+    summary = measurement.summary_of(folder)
+    return draw_all(requests, summary, caption, place, steps=steps, prediction_errors=prediction_errors)

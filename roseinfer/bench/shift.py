@@ -185,7 +185,7 @@ def draw_shift(
         axes.set_title("\n".join(filter(None, [limit_title(str(limit)), str(combination)])))
         axes.set_yscale("log")
         axes.set_ylim(1 / reach, reach)
-        axes.yaxis.set_major_locator(FixedLocator(_ratio_ticks(reach)))
+        axes.yaxis.set_major_locator(FixedLocator(ratio_ticks(reach)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
         axes.set_ylabel(f"TTFT of {names[1]} / {names[0]}")
@@ -219,7 +219,8 @@ def _nines(percent: Any) -> Any:
     return -np.log10(1 - percent / 100)
 
 
-def _ratio_ticks(reach: float) -> list[float]:
+def ratio_ticks(reach: float) -> list[float]:
+    """Round ratios from 1 / `reach` to `reach`, far enough apart on a logarithmic axis to be read."""
     ticks = sorted({*_RATIO_TICKS, *(round(1 / tick) for tick in _RATIO_TICKS if tick <= 0.5)})
     inside = [tick for tick in ticks if 1 / reach <= tick <= reach]
     apart = 2 * np.log(reach) / 9

@@ -1,32 +1,38 @@
 """The simulated target: plays a workload against the core on a virtual clock, at the speed of a cost model.
 
-No thread, no torch, no clock: two runs of the same flags give the same rows, on every machine.
+No thread, no torch, no clock: two runs of the same flags give the same rows, on every machine. Rows leave as they are
+complete, so that memory holds what is in flight and a row group.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Protocol
+from zlib import crc32
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
+from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA
 from roseinfer.bench.rows import (
-    Attempt,
+    STEP_COLUMNS,
     CellResult,
+    RowGroups,
     factor_columns,
-    request_row,
-    step_row,
+    step_values,
     unsent_because,
 )
+from roseinfer.bench.sim_rows import SENT_COLUMNS, InOrder, sent_values, unsent_values
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
-from roseinfer.errors import SchedulerManagerOverloadedError
-from roseinfer.request import FinishReason, Request, TokenEvent
+from roseinfer.executor import StepRecord
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.cost_model import CostModel
-from roseinfer.sim.virtual import TOKEN_ID, Arrival, Sent, SimLimits, SimRun, simulate
-from roseinfer.stream import Timings
+from roseinfer.sim.costs import Costs
+from roseinfer.sim.virtual import Arrival, Sent, SimLimits, simulate
 
 VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 """When every simulated cell began: the wall clock has no part in it."""
@@ -34,6 +40,12 @@ VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 LEAST_BATCHED_TOKENS: Final = 512
 MOST_TOKENS: Final = 1 << 20
 """What a request may span, and what the KV cache holds, where the user names neither: no bound in practice."""
+
+
+class RowTaker(Protocol):
+    """Takes row groups of "requests" and "steps"; a `store.CellWriter` is one."""
+
+    def add(self, name: str, rows: pa.Table) -> None: ...
 
 
 class SimTarget:
@@ -53,7 +65,7 @@ class SimTarget:
     def describe(self) -> dict[str, Any]:
         """What computes, as run.json says it: the coefficients of the cost model."""
         return {
-            **self._cost_model.describe(),
+            **self._cost_model.to_json(),
             "model": self._cost_model.name,
             "source": "cost-model",
             "device": "virtual clock",
@@ -61,44 +73,74 @@ class SimTarget:
 
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat, from the first arrival (time zero) to the last token."""
-        load, limits, rules = self._experiment.load, self._limits(cell), self._rules()
-        run = simulate(_arrivals(workload), limits, self._cost_model.step_seconds, rules)
-        attempts = self._attempts(run, workload, rules)
-        factors = factor_columns(self.name, self._cost_model.name, cell, workload)
-        counts = run.admission.counts()
-        index_of = {index: index for index in range(len(attempts))}
+        taken = _Frames()
+        facts, notes = self.record(cell, [workload], taken)
         return CellResult(
-            requests=pd.DataFrame(
-                [
-                    {**factors, "request_index": index, **request_row(attempt, 0.0)}
-                    for index, attempt in enumerate(attempts)
-                ]
-            ),
-            steps=pd.DataFrame(
-                [step_row(number, step, 0.0, index_of) for number, step in enumerate(run.steps)]
-            ),
-            facts=CellFacts(
-                offered=len(attempts),
-                limit=cell.max_inflight,
-                peak_inflight=counts.peak_inflight,
-                inflight_integral_s=counts.inflight_integral_s,
-                inflight_at_start=0,
-                started_utc=VIRTUAL_START_UTC,
-                max_concurrency=rules.max_concurrency,
-                peak_outstanding=run.peak_outstanding,
-                ramp_s=load.ramp_s if load.is_closed else None,
-                ran_out_s=run.sent[-1].time_s if load.ends_by_time_alone and run.sent[-1] else None,
-            ),
-            notes={
-                "max_num_batched_tokens": limits.max_num_batched_tokens,
-                "kv_cache_tokens": limits.kv_cache_tokens,
-            },
+            taken.frame("requests", REQUEST_SCHEMA), taken.frame("steps", STEP_SCHEMA), facts, notes
         )
+
+    def record(
+        self, cell: Cell, blocks: Iterable[Workload], taker: RowTaker
+    ) -> tuple[CellFacts, dict[str, Any]]:
+        """`run` for a workload that comes in blocks, and rows that leave as they are complete: facts and notes."""
+        load, limits, rules = self._experiment.load, self.limits(cell), self._rules()
+        blocks = iter(blocks)
+        first = next(blocks)
+        factors = factor_columns(self.name, self._cost_model.name, cell, first)
+        is_closed = first.scheduled_s is None
+        keeps_times = not self._experiment.options.no_token_times
+        requests = RowGroups(REQUEST_SCHEMA, SENT_COLUMNS, factors, lambda rows: taker.add("requests", rows))
+        steps = RowGroups(STEP_SCHEMA, STEP_COLUMNS, {}, lambda rows: taker.add("steps", rows))
+        in_order = InOrder(requests.add)
+        index_of = int if keeps_times else None  # request ids of a simulation are request indexes
+        n_steps = 0
+
+        def on_request(sent: Sent) -> None:
+            in_order.add(sent.index, sent_values(sent, keeps_times))
+
+        def on_step(step: StepRecord) -> None:
+            nonlocal n_steps
+            steps.add(step_values(n_steps, step, 0.0, index_of))
+            n_steps += 1
+
+        run = simulate(
+            _arrivals(first, blocks),
+            limits,
+            self._costs(cell, first.repeat),
+            rules,
+            on_request=on_request,
+            on_step=on_step,
+        )
+        # What a closed loop did not come to was never offered.
+        for index, arrival in run.unsent:
+            why = unsent_because(rules.max_concurrency)
+            in_order.add(index, unsent_values(index, arrival, rules.duration_s, why))
+        requests.finish()
+        steps.finish()
+        counts = run.admission.counts()
+        facts = CellFacts(
+            offered=in_order.count,
+            limit=cell.max_inflight,
+            peak_inflight=counts.peak_inflight,
+            inflight_integral_s=counts.inflight_integral_s,
+            inflight_at_start=0,
+            started_utc=VIRTUAL_START_UTC,
+            max_concurrency=rules.max_concurrency,
+            peak_outstanding=run.peak_outstanding,
+            ramp_s=load.ramp_s if is_closed else None,
+            ran_out_s=run.last_sent_s if load.ends_by_time_alone and run.is_exhausted else None,
+        )
+        notes = {
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "kv_cache_tokens": limits.kv_cache_tokens,
+        }
+        return facts, notes
 
     def end_block(self) -> None:
         """Every cell starts from an empty engine already."""
 
-    def _limits(self, cell: Cell) -> SimLimits:
+    def limits(self, cell: Cell) -> SimLimits:
+        """The sizes of the simulated engine."""
         options = self._experiment.options
         return SimLimits(
             max_inflight_requests=cell.max_inflight,
@@ -109,6 +151,17 @@ class SimTarget:
             or max(LEAST_BATCHED_TOKENS, 2 * options.max_batch_size),
             kv_cache_tokens=options.kv_cache_tokens or max(MOST_TOKENS, self.max_model_len),
             max_model_len=self.max_model_len,
+            # Token ids cost nothing there, and so need no worker.
+            tokenize_workers=1 if options.pretok else options.tokenize_workers,
+        )
+
+    def _costs(self, cell: Cell, repeat: int) -> Costs:
+        """All limits of a shape meet the same noise, step by step; repeats and seeds meet other noise."""
+        options = self._experiment.options
+        words = [options.seed, repeat, crc32(cell.shape.cell_id.encode())]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        return self._cost_model.costs(
+            seed, as_text=not options.pretok, tokenize_workers=options.tokenize_workers
         )
 
     def _rules(self) -> ClientRules:
@@ -121,57 +174,26 @@ class SimTarget:
             timeout_s=load.timeout_s,
         )
 
-    @staticmethod
-    def _attempts(run: SimRun, workload: Workload, rules: ClientRules) -> list[Attempt]:
-        attempts = []
-        for index, sent in enumerate(run.sent):
-            if sent is not None:
-                scheduled_s = sent.time_s
-                if workload.scheduled_s is not None:
-                    scheduled_s = float(workload.scheduled_s[index])
-                deadline_s = None
-                if index in run.timed_out:
-                    assert rules.timeout_s is not None
-                    deadline_s = sent.time_s + rules.timeout_s
-                attempts.append(_attempt(sent, scheduled_s, deadline_s, int(workload.prompt_tokens[index])))
-            elif workload.scheduled_s is not None:  # what a closed loop did not come to was never offered
-                why = unsent_because(rules.max_concurrency)
-                scheduled_s = float(workload.scheduled_s[index])
-                attempts.append(Attempt(scheduled_s, gave_up_s=rules.duration_s, unsent_because=why))
-        return attempts
+
+class _Frames:
+    """Keeps all that it takes."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[pa.Table]] = {"requests": [], "steps": []}
+
+    def add(self, name: str, rows: pa.Table) -> None:
+        self._tables[name].append(rows)
+
+    def frame(self, name: str, schema: pa.Schema) -> pd.DataFrame:
+        tables = self._tables[name]
+        frame: pd.DataFrame = pa.concat_tables(tables).to_pandas() if tables else pd.DataFrame()
+        return frame
 
 
-def _arrivals(workload: Workload) -> list[Arrival]:
-    n = len(workload.prompt_tokens)
-    due_s = [0.0] * n if workload.scheduled_s is None else workload.scheduled_s.tolist()
-    return list(map(Arrival, due_s, workload.prompt_tokens.tolist(), workload.output_tokens.tolist()))
-
-
-def _attempt(sent: Sent, scheduled_s: float, deadline_s: float | None, prompt_tokens: int) -> Attempt:
-    """What the client of one request saw; it reads every token at the end of its step."""
-    attempt = Attempt(
-        scheduled_s,
-        permitted_s=sent.time_s,
-        sent_s=sent.time_s,
-        returned_s=sent.time_s,
-        waiting=sent.waiting,
-        prompt_tokens=prompt_tokens,
-    )
-    if not isinstance(sent.fate, Request):
-        attempt.failure = sent.fate
-        if isinstance(sent.fate, SchedulerManagerOverloadedError):
-            attempt.inflight = sent.fate.inflight
-        return attempt
-    request = sent.fate
-    attempt.inflight = request.ticket.inflight_before
-    attempt.timings = Timings.of(request)
-    attempt.gave_up_s = deadline_s
-    last = len(request.token_times_s) if request.finish_reason is FinishReason.LENGTH else None
-    attempt.deliveries = [
-        (
-            time_s,
-            [TokenEvent(request.request_id, TOKEN_ID, time_s, FinishReason.LENGTH if n == last else None)],
-        )
-        for n, time_s in enumerate(request.token_times_s, 1)
-    ]
-    return attempt
+def _arrivals(first: Workload, others: Iterator[Workload]) -> Iterator[Arrival]:
+    block: Workload | None = first
+    while block is not None:
+        n = len(block.prompt_tokens)
+        due_s = [0.0] * n if block.scheduled_s is None else block.scheduled_s.tolist()
+        yield from map(Arrival, due_s, block.prompt_tokens.tolist(), block.output_tokens.tolist())
+        block = next(others, None)

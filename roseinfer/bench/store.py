@@ -18,31 +18,35 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA, as_frame
+from roseinfer.bench.records import SCHEMA_VERSION, as_frame
+from roseinfer.bench.row_files import (
+    ATTEMPTS,
+    METADATA,
+    SCHEMAS,
+    CellWriter,
+    conformed,
+    made_aside,
+    plain,
+    read_parquet,
+    row_groups,
+    write_json,
+    write_parquet,
+)
 from roseinfer.errors import InputError, InvariantError, RunError
 
 CellKey = tuple[str, int]
 """(cell_id, repeat)"""
 
 _OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
-_ATTEMPTS: Final = "attempts.parquet"
-_SCHEMAS: Final = {
-    "requests.parquet": REQUEST_SCHEMA,
-    "steps.parquet": STEP_SCHEMA,
-    _ATTEMPTS: ATTEMPT_SCHEMA,
-}
-_METADATA: Final = {"schema_version": str(SCHEMA_VERSION)}
 _LONGEST_NAME_BYTES: Final = 200
 _MACHINE_KEYS: Final = ("cpu_model", "cores_usable", "thread_env")
 
@@ -84,7 +88,7 @@ class RunFolder:
         if taken := manifest.keys() & set(_OWN_KEYS):
             raise InvariantError(f"the manifest may not set {sorted(taken)}")
         names = {"schema_version": SCHEMA_VERSION, "run_id": run_id, "experiment": experiment}
-        run = {**names, "status": "running", **_plain(manifest)}
+        run = {**names, "status": "running", **plain(manifest)}
         path = output_dir / experiment / run_id
         try:
             with ExitStack() as undo:
@@ -98,7 +102,7 @@ class RunFolder:
                     raise InputError("--run-id", run_id, f"{experiment} has a run of this id") from None
                 undo.callback(shutil.rmtree, path, ignore_errors=True)
                 (path / "cells").mkdir()
-                _write_json(path / "run.json", run)
+                write_json(path / "run.json", run)
                 undo.pop_all()
         except OSError as error:
             raise InputError("--output-dir", str(output_dir), _reason(error)) from error
@@ -126,10 +130,12 @@ class RunFolder:
             raise InputError(name, str(path), "its cells are gone and it was never compacted")
         return folder
 
-    def clear_leftovers(self) -> None:
-        """Before going on with a run: removes what a killed process left half-written."""
+    def clear_leftovers(self, of: CellKey | None = None) -> None:
+        """Removes what a killed process left half-written: of one cell and repeat, or, before going on, of any."""
         with self._reported("could not remove what a killed run left"):
             for leftover in [*self.path.glob(".*.aside"), *self.path.glob("cells/.*.aside")]:
+                if of is not None and leftover.name != ".{}@{}.aside".format(*of):
+                    continue
                 if leftover.is_dir():
                     shutil.rmtree(leftover)
                 else:
@@ -197,27 +203,35 @@ class RunFolder:
         `facts` is any JSON, numpy numbers included. Raises RunError where the disk does not take it,
         InvariantError for an unknown column or for a cell that is there already.
         """
+        with self.cell(cell_id, repeat) as writer:
+            for name, frame in {"requests": requests, "steps": steps, "attempts": attempts}.items():
+                if frame is not None:
+                    writer.add(name, frame)
+            writer.facts = facts
+
+    @contextmanager
+    def cell(self, cell_id: str, repeat: int) -> Iterator[CellWriter]:
+        """Save one cell and repeat row group by row group: at the end of the `with` all of it is there, or nothing.
+
+        Raises what `write_cell` raises.
+        """
         check_name("cell_id", cell_id)
         cell = self.path / "cells" / f"{cell_id}@{repeat}"
         if self.is_compacted or cell.exists():
             raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
         key: dict[str, Any] = {"run_id": self.run_id, "cell_id": cell_id, "repeat": repeat}
-        frames = {"requests.parquet": requests, "steps.parquet": steps, _ATTEMPTS: attempts}
-        tables = {
-            name: _table(frame.assign(**key), _SCHEMAS[name])
-            for name, frame in frames.items()
-            if frame is not None
-        }
-        with self._reported(f"could not save {cell.name}"), _made_aside(cell) as aside:
+        with self._reported(f"could not save {cell.name}"), made_aside(cell) as aside:
             aside.mkdir()
-            for name, table in tables.items():
-                _write_parquet(aside / name, table.schema, [table])
-            _write_json(aside / "facts.json", facts)
+            with ExitStack() as files:
+                writer = CellWriter(aside, key, files)
+                yield writer
+                writer.complete()
+            write_json(aside / "facts.json", writer.facts)
 
     def compact(self, summary: pd.DataFrame, workload: pd.DataFrame | None) -> None:
         """Turn the cells into one file a kind, and add `summary` and `workload` (None: there is none).
 
-        Memory holds one cell at a time. Repeating it, after a kill or to replace the summary, is harmless.
+        Memory holds one row group at a time. Repeating it, after a kill or to replace the summary, is harmless.
         Afterwards no cell can be added. Raises RunError where the disk does not take it; the cells are still
         there then.
         """
@@ -226,16 +240,16 @@ class RunFolder:
             for name, frame in frames.items():
                 if frame is not None:
                     table = pa.Table.from_pandas(frame, preserve_index=False)
-                    table = table.replace_schema_metadata({**table.schema.metadata, **_METADATA})
-                    _write_parquet(self.path / name, table.schema, [table])
+                    table = table.replace_schema_metadata({**table.schema.metadata, **METADATA})
+                    write_parquet(self.path / name, table.schema, [table])
             if self.is_compacted:
                 return
             cells = self._cell_folders()
-            for name, schema in _SCHEMAS.items():
-                if name == _ATTEMPTS and not any((cell / name).exists() for cell in cells):
+            for name, schema in SCHEMAS.items():
+                if name == ATTEMPTS and not any((cell / name).exists() for cell in cells):
                     continue
-                tables = (_conformed(_read_parquet(cell / name), schema) for cell in cells)
-                _write_parquet(self.path / name, schema.with_metadata(_METADATA), tables)
+                groups = (conformed(group, schema) for cell in cells for group in row_groups(cell / name))
+                write_parquet(self.path / name, schema.with_metadata(METADATA), groups)
             facts = [
                 {"cell_id": cell_id, "repeat": repeat, "facts": facts}
                 for (cell_id, repeat), facts in self.read_facts().items()
@@ -262,14 +276,14 @@ class RunFolder:
 
     def read_attempts(self) -> pd.DataFrame:
         """One row per try, by (cell_id, repeat); none where clients did not retry."""
-        return self._read(_ATTEMPTS)
+        return self._read(ATTEMPTS)
 
     def read_summary(self) -> pd.DataFrame | None:
         """The summary given to `compact`; None before: make it from `read_requests` then."""
         if not self.is_compacted:
             return None
         with self._reported("could not read summary.parquet"):
-            summary: pd.DataFrame = _read_parquet(self.path / "summary.parquet").to_pandas()
+            summary: pd.DataFrame = read_parquet(self.path / "summary.parquet").to_pandas()
             return summary
 
     def read_facts(self) -> dict[CellKey, dict[str, Any]]:
@@ -288,14 +302,14 @@ class RunFolder:
             files = (
                 [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
             )
-            if name == _ATTEMPTS:
+            if name == ATTEMPTS:
                 files = [file for file in files if file.exists()]
-            tables = [_conformed(_read_parquet(file), _SCHEMAS[name]) for file in files]
-            return as_frame(pa.concat_tables([_SCHEMAS[name].empty_table(), *tables]))
+            tables = [conformed(read_parquet(file), SCHEMAS[name]) for file in files]
+            return as_frame(pa.concat_tables([SCHEMAS[name].empty_table(), *tables]))
 
     def _rewrite(self, changes: Mapping[str, object]) -> None:
         run = {**self._run, **changes}
-        _write_json(self.path / "run.json", run)
+        write_json(self.path / "run.json", run)
         self._run = run
 
     @contextmanager
@@ -313,7 +327,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     mapping), and of `environment` (as `describe_environment` gives it) the code and what of the machine
     decides how fast it computes, which on a virtual clock is nothing.
     """
-    before, after = _plain(old), _plain(new)
+    before, after = plain(old), plain(new)
     environments = before.get("environment", {}), after.get("environment", {})
     found = _changed("--{}", before.get("configuration", {}), after.get("configuration", {}))
     if before.get("workload_sha256") != after.get("workload_sha256"):
@@ -366,83 +380,6 @@ def _cell_key(cell: Path) -> CellKey:
 def _reason(error: Exception) -> str:
     strerror = getattr(error, "strerror", None)
     return strerror or str(error).partition("\n")[0] or type(error).__name__
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON would give it back: NaN is null, tuples are lists, numpy scalars are numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, float) and np.isnan(value):
-        return None
-    return value
-
-
-def _table(frame: pd.DataFrame, schema: Any) -> Any:
-    if unknown := set(frame.columns) - set(schema.names):
-        raise InvariantError(f"columns that the record does not know: {sorted(unknown)}")
-    columns = [
-        # Column by column: arrow takes no missing column, and NaN alone for no string or list.
-        pa.nulls(len(frame), field.type)
-        if field.name not in frame or frame[field.name].isna().all()
-        else pa.Array.from_pandas(frame[field.name], type=field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema.with_metadata(_METADATA))
-
-
-@contextmanager
-def _made_aside(path: Path) -> Iterator[Path]:
-    """The hidden name under which to make `path`; renamed at the end, or removed if that is not reached."""
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        yield aside
-        aside.replace(path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(OSError):
-            aside.unlink()
-        raise
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    with _made_aside(path) as aside, aside.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    text = json.dumps(_plain(value), indent=1, allow_nan=False)
-    with _written(path) as file:
-        file.write(text.encode())
-
-
-def _write_parquet(path: Path, schema: Any, tables: Iterable[Any]) -> None:
-    """One row group a table, so that one cell of a long run can be read alone."""
-    with _written(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for table in tables:
-            writer.write_table(table)
-
-
-def _read_parquet(path: Path) -> Any:
-    with pq.ParquetFile(path) as file:
-        return file.read()
-
-
-def _conformed(table: Any, schema: Any) -> Any:
-    """`table` with the columns of `schema`: null where an older version of the tool did not know them yet."""
-    columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(len(table), field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _remove_if_empty(folder: Path) -> None:

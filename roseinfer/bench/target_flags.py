@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Final
 
 from roseinfer.bench.flag_values import wrong
@@ -40,16 +42,26 @@ NOT_OF_SERVERS: Final = (
 )
 """Flags of an engine, real or simulated, that its own server would have to be started with."""
 
+OF_SIMULATIONS: Final = {
+    "cost_model": "needs --target sim",
+    "no_token_times": "needs --target sim: what was measured is kept whole",
+    "load": "needs --target sim: a capacity is implied by a cost model only",
+    "shards": "needs --target sim: an engine or a server is one machine, which measured cells may not share",
+}
+"""Flags of a simulated engine only, and why."""
+
 OF_SERVERS: Final = tuple(HttpOptions.__dataclass_fields__)
 
 MOST_CLIENT_WORKERS: Final = 64
+
+_RAY_ADDRESS: Final = re.compile(r"local|(ray://)?([\w.-]+|\[[\da-fA-F:]+\]):\d{1,5}")
 
 
 def unread(target: str) -> Collection[str]:
     """The fields that a run on this target has no use for."""
     if is_url(target):
-        return NOT_OF_SERVERS
-    return (*OF_SERVERS, *OF_ENGINES) if target == "sim" else OF_SERVERS
+        return (*NOT_OF_SERVERS, "load", "no_token_times")
+    return (*OF_SERVERS, *OF_ENGINES) if target == "sim" else (*OF_SERVERS, "load", "no_token_times")
 
 
 def check_target(o: RunOptions, given: Collection[str]) -> None:
@@ -64,15 +76,32 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
     for field in OF_SERVERS:
         if field in given and getattr(o, field) is not None and field != "retry":
             raise wrong(field, o, f"needs a server as --target, not {o.target}")
+    _check_ray(o)
     if o.target == "engine":
-        if o.cost_model is not None:
-            raise wrong("cost_model", o, "needs --target sim")
+        _check_not_simulated(o)
         return
     if o.cost_model is None:
         raise wrong("target", o, "needs --cost-model")
+    if o.ray is not None and o.shards > 1:
+        raise wrong("ray", o, f"contradicts --shards {o.shards}: the cluster says how many share the cells")
     for field in OF_ENGINES:
         if field in given and getattr(o, field) not in (None, False):
             raise wrong(field, o, "contradicts --target sim, which has no model and no text")
+
+
+def _check_ray(o: RunOptions) -> None:
+    if o.ray is None:
+        return
+    if not _RAY_ADDRESS.fullmatch(o.ray):
+        raise wrong("ray", o, "must be local, HOST:PORT or ray://HOST:PORT")
+    if find_spec("ray") is None:
+        raise wrong("ray", o, "needs Ray: pip install 'roseinfer[ray]'")
+
+
+def _check_not_simulated(o: RunOptions) -> None:
+    for field, why in OF_SIMULATIONS.items():
+        if getattr(o, field) != RunOptions.__dataclass_fields__[field].default:
+            raise wrong(field, o, why)
 
 
 def _check_server(o: RunOptions, given: Collection[str]) -> None:
@@ -83,6 +112,9 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
     for field in NOT_OF_SERVERS:
         if field in given and getattr(o, field) not in (None, False):
             raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
+    _check_not_simulated(o)
+    if o.ray is not None:
+        raise wrong("ray", o, "contradicts a server as --target, which is measured from one place")
     if o.api not in APIS:
         raise wrong("api", o, f"must be {' or '.join(APIS)}")
     if o.retry not in RETRIES:

@@ -26,7 +26,7 @@ _SHARES_LEGEND: Final = (
 def check_table(report: Report, unknown: int = 3) -> str:
     """A line for each rule and cell, notes, and the verdict. `unknown` is the exit code of UNKNOWN."""
     rows = [_judgement_row(judgement) for judgement in report.judgements]
-    lines = _aligned(_CHECK_COLUMNS, rows) if rows else []
+    lines = aligned(_CHECK_COLUMNS, rows) if rows else []
     return "\n".join([*lines, *_notes(check_notes(report, unknown)), _title(report)])
 
 
@@ -68,7 +68,7 @@ def check_notes(report: Report, unknown: int) -> list[str]:
 def compare_table(found: Differences) -> str:
     """A line for each cell and metric, and notes."""
     rows = [_difference_row(row) for row in found.rows]
-    return "\n".join([*_aligned(_COMPARE_COLUMNS, rows), *_notes(compare_notes(found))])
+    return "\n".join([*aligned(_COMPARE_COLUMNS, rows), *_notes(compare_notes(found))])
 
 
 def compare_markdown(found: Differences) -> str:
@@ -182,7 +182,8 @@ def _per_cent(shares: Sequence[float]) -> str:
     return _joined([f"{100 * share:.1f} %" for share in shares])
 
 
-def _aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def aligned(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The lines of a table."""
     widths = [
         max(len(cells[i]) for cells in (columns, *(cells for cells, _ in rows))) for i in range(len(columns))
     ]

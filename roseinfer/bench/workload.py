@@ -6,21 +6,21 @@ It depends on the seed, the repeat and the cell's shape, never on the limit: all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from roseinfer.bench.arrivals import arrival_times, cuts_burst
+from roseinfer.bench.arrivals import arrival_times, at_a_rate, cuts_burst
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
-from roseinfer.bench.lengths import asked_lengths, cut_to_fit, vary
+from roseinfer.bench.lengths import asked_lengths, cut_to_fit, length_blocks, vary
 from roseinfer.bench.load import CLOSED_LOOP_MOST, CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
-from roseinfer.bench.seeds import prompt_seed
+from roseinfer.bench.seeds import BLOCK_ROWS, Stream, prompt_seed
 from roseinfer.bench.words import WordCounter, WordMaker
 from roseinfer.manager import Prompt
 
@@ -33,6 +33,7 @@ class Workload(NamedTuple):
 
     `scheduled_s` is zero at the first arrival, or None: a closed loop, which sends as many of them as it gets to.
     `prompts` are texts or token ids, made when they are asked for; there are none without a tokenizer.
+    `repeat` is the repeat that it was drawn for.
     """
 
     scheduled_s: NDArray[np.float64] | None
@@ -41,6 +42,7 @@ class Workload(NamedTuple):
     output_tokens: NDArray[np.int64]
     prompt_seed: int
     arrival: str
+    repeat: int = 0
 
 
 class WorkloadSource:
@@ -102,7 +104,39 @@ class WorkloadSource:
             output_tokens=requests.output_tokens,
             prompt_seed=requests.prompt_seed,
             arrival=requests.arrival,
+            repeat=repeat,
         )
+
+    def blocks(self, cell: Cell, repeat: int) -> Iterator[Workload]:
+        """What `draw` draws, without prompts and in blocks of BLOCK_ROWS, for workloads larger than memory."""
+        load, options = self._experiment.load, self._experiment.options
+        is_given = self._replay is not None or self._experiment.trace is not None or self._given is not None
+        if is_given or load.is_closed or cell.burst_size is not None or cell.request_rate is None:
+            drawn = self.draw(cell, repeat)
+            times, every = drawn.scheduled_s, range(0, len(drawn.prompt_tokens), BLOCK_ROWS)
+            for rows in (slice(first, first + BLOCK_ROWS) for first in every):
+                yield drawn._replace(
+                    scheduled_s=None if times is None else times[rows],
+                    prompts=(),
+                    prompt_tokens=drawn.prompt_tokens[rows],
+                    output_tokens=drawn.output_tokens[rows],
+                )
+            return
+        assert cell.prompt_len is not None
+        assert cell.output_len is not None
+        assert load.arrival is not None
+        seed = options.seed
+        prompts_of = length_blocks(
+            load.prompt_lengths, cell.prompt_len, seed=seed, repeat=repeat, stream=Stream.PROMPT_LENGTHS
+        )
+        outputs_of = length_blocks(
+            load.output_lengths, cell.output_len, seed=seed, repeat=repeat, stream=Stream.OUTPUT_LENGTHS
+        )
+        times_s = at_a_rate(load, cell.request_rate, seed=seed, repeat=repeat)
+        for times, prompts, outputs in zip(times_s, prompts_of, outputs_of, strict=False):
+            n = len(times)
+            prompts, outputs = self._cut(prompts[:n], outputs[:n])  # noqa: PLW2901
+            yield Workload(times, (), prompts, outputs, prompt_seed(seed, repeat), load.arrival, repeat)
 
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
@@ -137,12 +171,7 @@ class WorkloadSource:
                 times = trace.arrival_times(load, seed=seed, repeat=repeat)
             n = len(times)
         prompts, outputs = asked_lengths(self._experiment, shape, n, repeat, self._given_tokens)
-        if vary(load):
-            fixed = load.prompt_lengths.kind == "fixed"
-            least = prompts if fixed else self._least_prompt_tokens
-            prompts, outputs = cut_to_fit(
-                prompts, outputs, least_prompt_tokens=least, most_tokens=self._most_tokens
-            )
+        prompts, outputs = self._cut(prompts, outputs)
         assert load.arrival is not None
         return Requests(
             scheduled_s=times,
@@ -153,6 +182,15 @@ class WorkloadSource:
             prefix_tokens=load.prefix_tokens,
             arrival=load.arrival,
         )
+
+    def _cut(
+        self, prompts: NDArray[np.int64], outputs: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        load = self._experiment.load
+        if not vary(load):
+            return prompts, outputs
+        least = prompts if load.prompt_lengths.kind == "fixed" else self._least_prompt_tokens
+        return cut_to_fit(prompts, outputs, least_prompt_tokens=least, most_tokens=self._most_tokens)
 
     def _prompts(self, requests: Requests, seed: int) -> Sequence[Prompt]:
         encode, pretok = self._encode, self._experiment.sends_token_ids

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_TIMEOUT_S = 5.0
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt"]
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt"]
 _HUB_OTHER_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
@@ -82,15 +82,16 @@ def _load_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
         raise ModelError(
             "model", name, f"{len(missing)} weights are missing or misshapen, {missing[0]} among them"
         )
-    eos_ids, chat = _eos_ids(model, tokenizer.eos_token_id), _chat_template(tokenizer, fast)
+    eos_ids, chat = _eos_ids(model, tokenizer.eos_token_id), _chat_template(tokenizer)
     return LoadedModel(model.to(device).eval(), fast, eos_ids, "real", chat)
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase, fast: FastTokenizer) -> ChatTemplate | None:
-    if not isinstance(tokenizer.chat_template, str):  # none, or several for several purposes
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    try:
+        source = tokenizer.get_chat_template()  # of several for several purposes the default
+    except ValueError:
         return None
-    in_front = "".join(fast.tokenizer.encode("").tokens)
-    return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map, in_front)
+    return ChatTemplate(source, tokenizer.special_tokens_map)
 
 
 def _model_folder(source: ModelSource) -> Path:

@@ -8,15 +8,19 @@ the next.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from roseinfer.sim.virtual import Arrival
 
 
 class ClientRules(NamedTuple):
     """What a client does besides sending on schedule. Seconds; None: not asked for.
 
     max_concurrency: requests outstanding at a time. user_starts_s: a closed loop of so many users, and when each of
-    them comes. refused_pause_s: from a refusal to the next request of that user. duration_s: nothing is sent from
-    then on. timeout_s: from sending to giving up.
+    them comes. refused_pause_s: from a refusal to the next request of that user. duration_s: where requests wait for
+    permits, none is sent from then on. timeout_s: from sending to giving up.
     """
 
     max_concurrency: int | None = None
@@ -30,36 +34,84 @@ class ClientRules(NamedTuple):
         return self.user_starts_s is not None
 
 
-class Outbox:
-    """The requests that are held back, and how many more may be outstanding.
+class Due(NamedTuple):
+    """A request of the workload, and since when nothing but the sender's other work keeps it from being sent."""
 
-    `held` is what was due and not sent yet. A request is outstanding from `take` to `ended`.
+    request_index: int
+    arrival: Arrival
+    permitted_s: float
+
+
+class Outbox:
+    """The requests that are held back, and the permits that nobody holds.
+
+    `held` is what was due and not sent yet; a closed loop takes from `arrivals` what it comes to. A request is
+    outstanding from `take` to `ended` or `refused`.
     """
 
-    def __init__(self, rules: ClientRules, n_requests: int) -> None:
-        self.held: deque[int] = deque(range(n_requests) if rules.is_closed else ())
+    def __init__(self, rules: ClientRules, arrivals: Iterator[tuple[int, Arrival]]) -> None:
+        self.held: deque[tuple[int, Arrival]] = deque()
         self.outstanding = 0
         self.peak = 0
-        everybody = float("inf") if rules.max_concurrency is None else rules.max_concurrency
-        self._allowed = 0 if rules.is_closed else everybody
+        self._rules = rules
+        self._arrivals = arrivals
+        # When each permit came free, first come first; None: no bound.
+        self._permits_s: deque[float] | None = None
+        if rules.is_closed:
+            self._permits_s = deque()
+        elif rules.max_concurrency is not None:
+            self._permits_s = deque([0.0] * rules.max_concurrency)
         self._until_s = float("inf") if rules.duration_s is None else rules.duration_s
 
-    def take(self, now: float) -> int | None:
+    def take(self, now: float) -> Due | None:
         """The request to send now, None while there is none or it has to wait."""
-        if not self.held or self.outstanding >= self._allowed or now >= self._until_s:
-            return None
+        permits_s = self._permits_s
+        if permits_s is None:
+            if not self.held:
+                return None
+            index, arrival = self.held.popleft()
+            permitted_s = arrival.time_s
+        else:
+            if not permits_s or now >= self._until_s or not self._has_one():
+                return None
+            index, arrival = self.held.popleft()
+            free_s = permits_s.popleft()
+            if self._rules.is_closed:
+                arrival, permitted_s = arrival._replace(time_s=now), now
+            else:
+                permitted_s = max(arrival.time_s, free_s)
         self.outstanding += 1
         self.peak = max(self.peak, self.outstanding)
-        return self.held.popleft()
+        return Due(index, arrival, permitted_s)
 
-    def ended(self) -> None:
+    def ended(self, now: float) -> None:
         """A request is over for the client, however it ended."""
         self.outstanding -= 1
+        if self._permits_s is not None:
+            self._permits_s.append(now)
 
-    def add_user(self) -> None:
+    def refused(self, now: float) -> float | None:
+        """A request was refused. When its permit comes free: `add_user` has to be told then; None: it is free."""
+        if not self._rules.is_closed:
+            self.ended(now)
+            return None
+        self.outstanding -= 1
+        return now + self._rules.refused_pause_s
+
+    def add_user(self, now: float) -> None:
         """A user of a closed loop comes, or comes back."""
-        self._allowed += 1
+        assert self._permits_s is not None
+        self._permits_s.append(now)
 
-    def remove_user(self) -> None:
-        """A user of a closed loop leaves for a while."""
-        self._allowed -= 1
+    def is_exhausted(self) -> bool:
+        """Every request of the workload was taken."""
+        return not self._has_one()
+
+    def _has_one(self) -> bool:
+        if not self.held:
+            # Of a schedule, whoever plays it puts requests in when they are due.
+            following = next(self._arrivals, None) if self._rules.is_closed else None
+            if following is None:
+                return False
+            self.held.append(following)
+        return True

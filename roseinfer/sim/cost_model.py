@@ -1,67 +1,125 @@
-"""How long a step of the simulated engine takes: a few seconds a unit of work, read from a small JSON file."""
+"""What the simulated engine's time goes to: a few seconds a unit of work, and the noise around them."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from roseinfer.errors import InputError
 from roseinfer.executor import StepPlan
+from roseinfer.sim.cost_file import CostFile
+from roseinfer.sim.noise import Noise, NoiseOfRun
 
-_LONGEST_S: Final = 3600.0
-"""More for a unit of work is a slip of the pen; step ends stay finite, whatever the work."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION: Final = 1
+
+LARGEST_RATIO: Final = 1e6
+LARGEST_COUNT: Final = 1e18
+"""What a file may hold: more is no measurement."""
+
+COMPOSITION: Final = ("prefill_tokens", "prefill_attention_pairs", "decode_requests", "context_tokens")
+"""The columns of steps.parquet that say what a step computes."""
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds that a step takes: `constant_s`, and so much more per unit of its work.
+class StepCost:
+    """Seconds that a step computes: `constant_s`, and so much more per unit of each column of COMPOSITION."""
 
-    The units are the columns of steps.parquet: prefill_tokens, prefill_attention_pairs, decode_requests and
-    context_tokens. `name` is what reports call it.
-    """
-
-    name: str
     constant_s: float
     prefill_token_s: float
     attention_pair_s: float
     decode_request_s: float
     context_token_s: float
 
+
+@dataclass(frozen=True, slots=True)
+class BetweenStepsCost:
+    """Seconds from the end of a step's computation to the next step: publish, deliver, plan; `request_s` per span."""
+
+    constant_s: float = 0.0
+    request_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitCost:
+    """Seconds of whoever submits: per admitted request and per refused one.
+
+    `token_s` is the time to tokenise one token of a text prompt, spent by the caller or by a worker.
+    """
+
+    request_s: float = 0.0
+    token_s: float = 0.0
+    refusal_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a model was fitted on. `range` holds the least and the largest of each column of COMPOSITION.
+
+    `held_out`: what became of a trial on cells that the trial's fit had not seen, None where there was none. The
+    numbers of the model itself come from all cells.
+    """
+
+    runs: tuple[str, ...]
+    steps: int
+    range: dict[str, tuple[float, float]]
+    device: str | None
+    model: str | None
+    dtype: str | None
+    held_out: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds that an engine's work takes. `name` is what reports call it; no `noise`: always the same seconds."""
+
+    name: str
+    step: StepCost
+    between_steps: BetweenStepsCost = field(default_factory=BetweenStepsCost)
+    submit: SubmitCost = field(default_factory=SubmitCost)
+    noise: Noise | None = None
+    fitted: Fitted | None = None
+
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """The model in a JSON file of exactly these fields.
+        """The model in a JSON file, as `write` writes it.
 
-        Raises InputError("--cost-model", ...) for a file that cannot be read or is no such JSON, and for numbers
-        that are negative, not finite, over an hour, or all zero.
+        Raises InputError("--cost-model", ...) for a file that cannot be read or is no such JSON, another schema
+        version, unknown or missing keys, and numbers that are negative, not finite, or too large.
         """
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise _wrong(path, error.strerror or str(error)) from error
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8
-            raise _wrong(path, f"not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise _wrong(path, "is no JSON object")
-        names = [field.name for field in fields(cls)]
-        if missing := [name for name in names if name not in values]:
-            raise _wrong(path, f"lacks {', '.join(missing)}")
-        if unknown := values.keys() - set(names):
-            raise _wrong(path, f"holds unknown keys: {', '.join(sorted(unknown))}")
-        if (
-            not isinstance(values["name"], str)
-            or not values["name"].strip()
-            or not values["name"].isprintable()
-        ):
-            raise _wrong(path, f"name {values['name']!r} must be a line of text")
-        seconds = [_seconds(path, name, values[name]) for name in names[1:]]
-        if not any(seconds):
-            raise _wrong(path, "says that every step takes no time at all")
-        return cls(values["name"], *seconds)
+        file = CostFile(path)
+        values = file.read(SCHEMA_VERSION)
+        known = ("schema_version", *(one.name for one in fields(cls)))
+        file.group("", values, known, optional=("between_steps", "submit", "noise", "fitted"))
+        name = file.text("name", values["name"])
+        step = _cost(file, "step", values["step"], StepCost, optional=False)
+        if not any(asdict(step).values()):
+            raise file.wrong("says that every step takes no time at all")
+        return cls(
+            name,
+            step,
+            _cost(file, "between_steps", values.get("between_steps", {}), BetweenStepsCost, optional=True),
+            _cost(file, "submit", values.get("submit", {}), SubmitCost, optional=True),
+            _noise(file, values.get("noise")),
+            _fitted(file, values.get("fitted")),
+        )
+
+    def write(self, path: Path) -> None:
+        """Saves the model, all or nothing. Raises OSError where the disk does not take it."""
+        CostFile(path).write(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The model as its file and run.json hold it."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """How long the step takes. Nothing but sums and products in a fixed order: equal on every machine."""
+        """How long the step computes, without noise.
+
+        Nothing but sums and products in a fixed order: equal on every machine.
+        """
         prefill_tokens = attention_pairs = decode_requests = context_tokens = 0
         for request, start, n_tokens, _ in plan.spans:
             if start >= request.prompt_len:
@@ -70,30 +128,113 @@ class CostModel:
             else:
                 prefill_tokens += n_tokens
                 attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+        cost = self.step
         return (
-            self.constant_s
-            + self.prefill_token_s * prefill_tokens
-            + self.attention_pair_s * attention_pairs
-            + self.decode_request_s * decode_requests
-            + self.context_token_s * context_tokens
+            cost.constant_s
+            + cost.prefill_token_s * prefill_tokens
+            + cost.attention_pair_s * attention_pairs
+            + cost.decode_request_s * decode_requests
+            + cost.context_token_s * context_tokens
         )
 
-    def describe(self) -> dict[str, Any]:
-        """The fields, as run.json holds them."""
-        return asdict(self)
+    def costs(self, seed: int, *, as_text: bool, tokenize_workers: int = 0) -> RunCosts:
+        """The costs of one simulated run, which have to be asked for its steps in their order.
+
+        `as_text`: prompts have to be tokenised, by the caller or, if there are any, by `tokenize_workers`.
+        """
+        return RunCosts(self, seed, as_text=as_text, in_worker=tokenize_workers > 0)
+
+    def outside(self, compositions: pd.DataFrame) -> dict[str, float]:
+        """The share of steps (rows with the columns of COMPOSITION) outside of what was fitted, by column.
+
+        Empty where the model was not fitted, or nothing lies outside.
+        """
+        if self.fitted is None or compositions.empty:
+            return {}
+        outside = {
+            column: float(((compositions[column] < least) | (compositions[column] > most)).mean())
+            for column, (least, most) in self.fitted.range.items()
+        }
+        return {column: share for column, share in outside.items() if share > 0}
 
 
-def _seconds(path: Path, name: str, value: object) -> float:
-    # NaN and Infinity are valid to Python's reader; an int may be too long for a float.
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _LONGEST_S:
-        raise _wrong(path, f"{name} {_short(value)} must be a number from 0 to {_LONGEST_S:g} seconds")
-    return float(value)
+class RunCosts:
+    """The costs of one simulated run."""
+
+    def __init__(self, model: CostModel, seed: int, *, as_text: bool, in_worker: bool) -> None:
+        self._step_seconds = model.step_seconds
+        self._between_steps = model.between_steps
+        self._noise = None if model.noise is None else NoiseOfRun(model.noise, seed)
+        self._n_steps = 0
+        self._submit_request_s = model.submit.request_s
+        self._submit_token_s = model.submit.token_s if as_text and not in_worker else 0.0
+        self._worker_token_s = model.submit.token_s if as_text and in_worker else 0.0
+        self.refuse_seconds = model.submit.refusal_s
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        """How long the next step of the run computes, noise included."""
+        seconds = self._step_seconds(plan)
+        if self._noise is not None:
+            seconds = self._noise.seconds(self._n_steps, seconds)
+            self._n_steps += 1
+        return seconds
+
+    def between_seconds(self, plan: StepPlan) -> float:
+        """From the end of this step's computation to the next step."""
+        return self._between_steps.constant_s + self._between_steps.request_s * len(plan.spans)
+
+    def submit_seconds(self, prompt_tokens: int) -> float:
+        """What submitting takes of the sender's time."""
+        return self._submit_request_s + self._submit_token_s * prompt_tokens
+
+    def tokenize_seconds(self, prompt_tokens: int) -> float:
+        """What tokenising takes in a worker; 0 where none does it."""
+        return self._worker_token_s * prompt_tokens
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+Cost = TypeVar("Cost", StepCost, BetweenStepsCost, SubmitCost)
 
 
-def _wrong(path: Path, why: str) -> InputError:
-    return InputError("--cost-model", str(path), why)
+def _cost(file: CostFile, name: str, values: object, kind: type[Cost], *, optional: bool) -> Cost:
+    """A group of coefficients; what lacks has its default."""
+    names = [one.name for one in fields(kind)]
+    values = file.group(name, values, names, optional=names if optional else ())
+    return kind(**{key: file.seconds(f"{name}.{key}", value) for key, value in values.items()})
+
+
+def _noise(file: CostFile, values: object) -> Noise | None:
+    if values is None:
+        return None
+    values = file.group("noise", values, [one.name for one in fields(Noise)])
+    ratios = [file.number(*item, LARGEST_RATIO) for item in file.items("noise.ratios", values["ratios"])]
+    if not ratios or ratios[0] == 0 or any(a > b for a, b in pairwise(ratios)):
+        raise file.wrong("noise.ratios must be numbers above 0, ascending")
+    probability = file.number("noise.stall_probability", values["stall_probability"], 1)
+    stalls_s = [file.seconds(*item) for item in file.items("noise.stalls_s", values["stalls_s"])]
+    if probability and not stalls_s:
+        raise file.wrong(f"noise.stall_probability {probability:g} needs noise.stalls_s")
+    return Noise(tuple(ratios), probability, tuple(stalls_s))
+
+
+def _fitted(file: CostFile, values: object) -> Fitted | None:
+    if values is None:
+        return None
+    values = file.group("fitted", values, [one.name for one in fields(Fitted)], optional=("held_out",))
+    bounds = {}
+    for column, pair in file.group("fitted.range", values["range"], COMPOSITION).items():
+        name = f"fitted.range.{column}"
+        numbers = [file.number(*item, LARGEST_COUNT) for item in file.items(name, pair)]
+        if len(numbers) != 2 or numbers[0] > numbers[1]:
+            raise file.wrong(f"{name} must be the least and the largest")
+        bounds[column] = (numbers[0], numbers[1])
+    held_out = values.get("held_out")
+    return Fitted(
+        runs=tuple(file.text(*item) for item in file.items("fitted.runs", values["runs"])),
+        steps=int(file.number("fitted.steps", values["steps"], LARGEST_COUNT)),
+        range=bounds,
+        **{
+            key: None if values[key] is None else file.text(f"fitted.{key}", values[key])
+            for key in ("device", "model", "dtype")
+        },
+        held_out=None if held_out is None else file.group("fitted.held_out", held_out, held_out),
+    )

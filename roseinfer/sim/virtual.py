@@ -1,44 +1,45 @@
-"""Runs the core through a heap of events, with scripted step durations.
+"""Runs the core through a heap of events, with scripted durations.
 
-Virtual time only: the result does not depend on the machine, nor on how busy it is.
+Virtual time only: the result does not depend on the machine, nor on how busy it is. Memory holds what is in flight,
+and of the workload the next request.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
 
 from roseinfer.admission import Admission
 from roseinfer.core import Core
-from roseinfer.errors import InputError, RoseinferError, SchedulerManagerOverloadedError
+from roseinfer.errors import InputError, InvariantError, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan, StepRecord, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request, SamplingParams, TokenEvent
-from roseinfer.scheduler import SchedulerLimits
-from roseinfer.sim.client import ClientRules, Outbox
+from roseinfer.scheduler import STALE_SLACK, SchedulerLimits
+from roseinfer.sim.client import ClientRules, Due, Outbox
+from roseinfer.sim.costs import Costs, StepsOnly
 
-USER, ARRIVE, TOKENIZED, STEP_END, DEADLINE = range(5)
-"""Kinds of events. At equal times they are handled in this order, those of one kind in order of their requests, and a
-step is planned after all of them. So a request that is due when a slot comes free meets it taken, and an answer that
-comes at its deadline has come in time. A request that the client held back is sent by the very event that lets it go.
+USER, RETURNED, TOKENIZED, STEP_END, PUBLISHED, DEADLINE = range(6)
+"""Kinds of events. At equal times arrivals come first, then these in this order, those of one kind in order of their
+requests, and a step is planned after all of them. So a request that is due when a slot comes free meets it taken, and
+an answer that comes at its deadline has come in time. A request that the client held back is sent by the very event
+that lets it go.
 """
 
-TOKEN_ID = 1
+TOKEN_ID: Final = 1
 """What every simulated token is: nothing depends on its value."""
 
 
 class Arrival(NamedTuple):
-    """A request of the workload. `tokenize_s` 0 stands for a prompt that comes as token ids.
-
-    In a closed loop `time_s` has no meaning: requests are taken in their order.
-    """
+    """A request of the workload. In a closed loop `time_s` has no meaning: requests are taken in their order."""
 
     time_s: float
     prompt_tokens: int
     max_new_tokens: int
-    tokenize_s: float = 0.0
 
 
 class SimLimits(NamedTuple):
@@ -50,53 +51,104 @@ class SimLimits(NamedTuple):
     max_num_batched_tokens: int = 512
     kv_cache_tokens: int = 1 << 20
     max_model_len: int = 1 << 20
+    tokenize_workers: int = 1
 
 
-class Sent(NamedTuple):
-    """One request that was sent: when, how many waited for a seat then, and what became of it.
+@dataclass(slots=True)
+class Sent:
+    """One request that was sent, as its client saw it, and what became of it.
 
-    `fate` is the request as it ended, its refusal, or the error of a prompt that can never fit.
+    `waiting` is how many waited for a seat when it was sent. `fate` is the request as it ended, its refusal, or the
+    error of a prompt that can never fit; where that was found when it was tokenised, `error` is it. `received_s` is
+    when its client got each token, up to `gave_up_s`, and `ended_s` when the end.
     """
 
-    time_s: float
+    index: int
+    due_s: float
+    permitted_s: float
+    sent_s: float
+    returned_s: float
+    prompt_tokens: int
     waiting: int
     fate: Request | RoseinferError
+    gave_up_s: float | None = None
+    received_s: list[float] = field(default_factory=list)
+    ended_s: float | None = None
+    error: BaseException | None = None
 
 
 @dataclass(slots=True)
 class SimRun:
-    """`sent` is aligned with the arrivals, None where the client's duration ended before; `timed_out` holds indexes."""
+    """A simulation that is over.
 
-    sent: list[Sent | None]
-    timed_out: set[int]
-    peak_outstanding: int
+    `sent` and `steps` are in the order of requests and of time, empty where they were handed out as they ended.
+    `unsent` was due, and held back by the client until its duration ended. `is_exhausted`: all requests were sent.
+    """
+
     admission: Admission
+    peak_outstanding: int
+    last_sent_s: float | None
+    is_exhausted: bool
+    unsent: list[tuple[int, Arrival]]
+    sent: list[Sent]
     steps: list[StepRecord]
+
+    @property
+    def timed_out(self) -> set[int]:
+        """Indexes of the requests that the client gave up."""
+        return {sent.index for sent in self.sent if sent.gave_up_s is not None}
 
 
 def simulate(
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     limits: SimLimits,
-    step_seconds: Callable[[StepPlan], float],
+    costs: Costs | Callable[[StepPlan], float],
     client: ClientRules = ClientRules(),  # noqa: B008 (it cannot change)
+    *,
+    on_request: Callable[[Sent], None] | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
 ) -> SimRun:
-    """Plays `arrivals` against an engine whose steps last `step_seconds(plan)`. Readers read without delay.
+    """Plays `arrivals`, which come in the order of their times, against an engine whose work lasts as `costs` say.
 
-    Request ids are the indexes of the arrivals. Refusals cost no time.
+    `on_request` gets every request that was sent, when all of it is over, and `on_step` every step; without them the
+    run holds them. One sender sends, one request after another; readers read what is published without delay. Request
+    ids are the places of the arrivals, from 0. Costs that are a function are those of a step, and all else is free.
     """
-    return _Simulation(arrivals, limits, step_seconds, client).run()
+    sent: list[Sent] = []
+    steps: list[StepRecord] = []
+    if callable(costs):
+        costs = StepsOnly(costs)
+    simulation = _Simulation(
+        arrivals, limits, costs, client, on_request or sent.append, on_step or steps.append
+    )
+    simulation.run()
+    outbox = simulation.outbox
+    is_exhausted = outbox.is_exhausted()
+    return SimRun(
+        admission=simulation.core.admission,
+        peak_outstanding=outbox.peak,
+        last_sent_s=simulation.last_sent_s,
+        is_exhausted=is_exhausted,
+        unsent=[] if client.is_closed else list(outbox.held),
+        sent=sorted(sent, key=lambda one: one.index),
+        steps=steps,
+    )
 
 
 class _Simulation:
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Iterable[Arrival],
         limits: SimLimits,
-        step_seconds: Callable[[StepPlan], float],
+        costs: Costs,
         client: ClientRules,
+        on_request: Callable[[Sent], None],
+        on_step: Callable[[StepRecord], None],
     ) -> None:
-        self.arrivals = arrivals
-        self.step_seconds = step_seconds
+        self.costs = costs
+        self.client = client
+        self.on_request = on_request
+        self.on_step = on_step
         self.core = Core(
             limits=SchedulerLimits(
                 limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
@@ -107,112 +159,216 @@ class _Simulation:
             eos_token_ids=frozenset(),
             unread_timeout_s=float("inf"),
         )
-        self.client = client
-        self.outbox = Outbox(client, len(arrivals))
-        self.sent: list[Sent | None] = [None] * len(arrivals)
-        self.timed_out: set[int] = set()
-        self.open: dict[int, Request] = {}  # what the client still reads, by index
-        self.steps: list[StepRecord] = []
-        self.is_running = False  # the last of `steps` has not ended
-        if client.user_starts_s is not None:
-            self.heap = [(start_s, USER, user) for user, start_s in enumerate(client.user_starts_s)]
-        else:
-            self.heap = [(arrival.time_s, ARRIVE, index) for index, arrival in enumerate(arrivals)]
+        self.arrivals = enumerate(arrivals)
+        self.outbox = Outbox(client, self.arrivals)
+        self.params: dict[int, SamplingParams] = {}  # by max_new_tokens
+        self.last_sent_s: float | None = None
+        self.submitting: Sent | None = None  # what the sender is at
+        self.open: dict[int, Sent] = {}  # what has entered the engine and not ended there, by index
+        self.workers = limits.tokenize_workers
+        self.workers_free = limits.tokenize_workers
+        self.to_tokenize: deque[Sent] = deque()
+        self.step: StepRecord | None = None  # the one that runs, or is not published yet
+        self.committed: list[TokenEvent] = []  # what it brought
+        # What callers left for the engine while a step ran, done before the next is planned. New requests need not
+        # wait here: nothing looks at them before.
+        self.inbox: deque[Callable[[float], list[TokenEvent]]] = deque()
+        self.heap: list[tuple[float, int, int]] = [
+            (start_s, USER, user) for user, start_s in enumerate(client.user_starts_s or ())
+        ]
         heapq.heapify(self.heap)
 
-    def run(self) -> SimRun:
-        heap, core = self.heap, self.core
-        while heap:
-            now, kind, index = heapq.heappop(heap)
-            if kind == ARRIVE:
-                self.outbox.held.append(index)
+    def run(self) -> None:
+        heap, arrivals, held = self.heap, self.arrivals, self.outbox.held
+        following = None if self.client.is_closed else next(arrivals, None)
+        while heap or following is not None:
+            if following is not None and (not heap or following[1].time_s <= heap[0][0]):
+                now = following[1].time_s
+                held.append(following)
+                following = next(arrivals, None)
+                if following is not None and following[1].time_s < now:
+                    raise InvariantError("arrivals are not in the order of their times")
                 self._send(now)
-            elif kind == STEP_END:
-                self.is_running = False
-                step = self.steps[-1]
-                self._read(core.commit(step.plan, step.result, now), now)
-            elif kind == TOKENIZED:
-                self._read(core.tokenized(index, range(self.arrivals[index].prompt_tokens), now), now)
-            elif kind == DEADLINE:
-                self._give_up(index, now)
             else:
-                self.outbox.add_user()
-                self._send(now)
-            if not self.is_running and not (heap and heap[0][0] == now):
+                now, kind, index = heapq.heappop(heap)
+                self._handle(kind, index, now)
+            if (
+                self.step is None
+                and not (heap and heap[0][0] == now)
+                and not (following is not None and following[1].time_s == now)
+            ):
                 self._start_step(now)
-        return SimRun(self.sent, self.timed_out, self.outbox.peak, core.admission, self.steps)
+
+    def _handle(self, kind: int, index: int, now: float) -> None:
+        if kind == STEP_END:
+            self._end_step(now)
+        elif kind == PUBLISHED:
+            self._publish(now)
+        elif kind == RETURNED:
+            sent, self.submitting = self.submitting, None
+            assert sent is not None
+            self._returned(sent, now)
+        elif kind == TOKENIZED:
+            self.workers_free += 1
+            sent = self.open.get(index)
+            if sent is not None:
+                self._tokenized(sent, now)
+            self._tokenize(now)
+        elif kind == DEADLINE:
+            self._give_up(index, now)
+        else:
+            self.outbox.add_user(now)
+        self._send(now)
 
     # ---- the client's side ----
 
     def _send(self, now: float) -> None:
-        """Sends whatever may be sent now. A refused request ends at once, and so lets the next of a schedule go.
-
-        The user of a closed loop who is refused is gone for a while.
-        """
-        while (index := self.outbox.take(now)) is not None:
+        """Sends whatever may be sent now. A refused request ends at once, and so lets the next of a schedule go."""
+        while self.submitting is None and (due := self.outbox.take(now)) is not None:
             waiting = self.core.admission.not_started
-            fate = self._submit(index, now)
-            self.sent[index] = Sent(now, waiting, fate)
-            if not isinstance(fate, Request):
-                self.outbox.ended()
-                if self.client.is_closed:
-                    self.outbox.remove_user()
-                    heapq.heappush(self.heap, (now + self.client.refused_pause_s, USER, index))
-                continue
-            self.open[index] = fate
+            prompt_tokens = due.arrival.prompt_tokens
+            fate = self._reserve(due, now)
+            if isinstance(fate, Request):
+                returned_s = now + self.costs.submit_seconds(prompt_tokens)
+            else:
+                returned_s = now + self.costs.refuse_seconds
+            due_s = due.arrival.time_s
+            sent = Sent(
+                due.request_index, due_s, due.permitted_s, now, returned_s, prompt_tokens, waiting, fate
+            )
+            self.last_sent_s = now
+            if returned_s > now:
+                self.submitting = sent
+                heapq.heappush(self.heap, (returned_s, RETURNED, due.request_index))
+            else:
+                self._returned(sent, now)
+
+    def _returned(self, sent: Sent, now: float) -> None:
+        """Submitting has come back to the sender. The user of a closed loop who is refused is gone for a while."""
+        if isinstance(sent.fate, Request):
+            self.open[sent.index] = sent
+            self._enter(sent, sent.fate, now)
             if self.client.timeout_s is not None:
-                heapq.heappush(self.heap, (now + self.client.timeout_s, DEADLINE, index))
+                self._set_deadline(sent, max(now, sent.sent_s + self.client.timeout_s))
+            return
+        back_s = self.outbox.refused(now)
+        if back_s is not None:
+            heapq.heappush(self.heap, (back_s, USER, sent.index))
+        self.on_request(sent)
+
+    def _set_deadline(self, sent: Sent, at_s: float) -> None:
+        heapq.heappush(self.heap, (at_s, DEADLINE, sent.index))
+        if len(self.heap) > 2 * len(self.open) + STALE_SLACK:
+            # Deadlines of what has ended long before them must not pile up.
+            self.heap[:] = [event for event in self.heap if event[1] != DEADLINE or event[2] in self.open]
+            heapq.heapify(self.heap)
 
     def _read(self, events: list[TokenEvent], now: float) -> None:
-        """Takes what a step brought; whoever has ended gives its slot and its permit back."""
+        """Takes what was published; whoever has ended gives its slot and its permit back."""
         for event in events:
+            sent = self.open[event.request_id]
+            is_read = sent.gave_up_s is None
+            if is_read and event.token_id is not None:
+                sent.received_s.append(now)
             if event.finish_reason is not None:
-                request = self.open.pop(event.request_id, None)
-                if request is not None:  # else the client gave it up
-                    self.core.acknowledge(request, event.time_s)
-                    self.outbox.ended()
-        if self.outbox.held:
-            self._send(now)
+                del self.open[event.request_id]
+                assert isinstance(sent.fate, Request)
+                self.core.acknowledge(sent.fate, now)
+                if is_read:
+                    sent.ended_s, sent.error = now, event.error
+                    self.outbox.ended(now)
+                self.on_request(sent)
 
     def _give_up(self, index: int, now: float) -> None:
-        if self.open.pop(index, None) is not None:
-            self.timed_out.add(index)
-            self.outbox.ended()
-            self._read(self.core.abort(index, now), now)
+        sent = self.open.get(index)
+        if sent is not None:
+            sent.gave_up_s = now
+            self.outbox.ended(now)
+            assert isinstance(sent.fate, Request)
+            if sent.fate.finish_reason is not None:  # and nobody knew
+                self.core.acknowledge(sent.fate, now)
+            else:
+                self._command(partial(self.core.abort, index), now)
 
     # ---- the engine's side ----
 
-    def _submit(self, index: int, now: float) -> Request | RoseinferError:
-        """What SchedulerManager.submit does."""
-        _, prompt_tokens, max_new_tokens, tokenize_s = self.arrivals[index]
+    def _reserve(self, due: Due, now: float) -> Request | RoseinferError:
+        """What SchedulerManager.submit does up to the inbox."""
+        _, prompt_tokens, max_new_tokens = due.arrival
         core = self.core
         try:
             ticket = core.admission.reserve(now, prompt_tokens + max_new_tokens)
         except SchedulerManagerOverloadedError as refusal:
-            return refusal
+            return refusal.with_traceback(None)  # which would keep this frame alive
         prompt_ids = None
-        if tokenize_s > 0:
-            heapq.heappush(self.heap, (now + tokenize_s, TOKENIZED, index))
-        else:
+        if self.workers and not self.costs.tokenize_seconds(prompt_tokens):
             prompt_ids = range(prompt_tokens)
             try:
                 core.check_fits(prompt_tokens, max_new_tokens)
             except InputError as error:
                 core.admission.release(ticket, now)
-                return error
-        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        request = Request(index, params, ticket, seed=0, prompt_ids=prompt_ids, reserved_s=now)
-        core.submit(request)
-        return request
+                return error.with_traceback(None)
+        params = self.params.get(max_new_tokens)
+        if params is None:
+            params = self.params[max_new_tokens] = SamplingParams(max_new_tokens, ignore_eos=True)
+        return Request(due.request_index, params, ticket, seed=0, prompt_ids=prompt_ids, reserved_s=now)
+
+    def _enter(self, sent: Sent, request: Request, now: float) -> None:
+        self.core.submit(request)
+        if request.prompt_ids is not None:
+            return
+        if self.workers:
+            self.to_tokenize.append(sent)
+            self._tokenize(now)
+        else:
+            self._tokenized(sent, now)
+
+    def _tokenize(self, now: float) -> None:
+        """Gives free workers what waits for them, first come first served, but for what nobody wants any more."""
+        while self.workers_free and self.to_tokenize:
+            sent = self.to_tokenize.popleft()
+            if sent.index in self.open:
+                self.workers_free -= 1
+                ready_s = now + self.costs.tokenize_seconds(sent.prompt_tokens)
+                heapq.heappush(self.heap, (ready_s, TOKENIZED, sent.index))
+
+    def _tokenized(self, sent: Sent, now: float) -> None:
+        ids, core = range(sent.prompt_tokens), self.core
+        # Stamped with the moment that it was ready, whenever the engine hears of it.
+        self._command(lambda _: core.tokenized(sent.index, ids, now), now)
+
+    def _command(self, command: Callable[[float], list[TokenEvent]], now: float) -> None:
+        """Has the engine do this, as soon as no step runs; it is told the time then."""
+        if self.step is None:
+            self._read(command(now), now)
+        else:
+            self.inbox.append(command)
 
     def _start_step(self, now: float) -> None:
         plan = self.core.plan(now)
         if plan is None:
             return
-        end_s = now + self.step_seconds(plan)
-        result = StepResult([TOKEN_ID if span.samples else None for span in plan.spans], now, end_s)
+        end_s = now + self.costs.step_seconds(plan)
+        published_s = end_s + self.costs.between_seconds(plan)
+        token_ids = [TOKEN_ID if samples else None for _, _, _, samples in plan.spans]
         scheduler = self.core.scheduler
         counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
-        self.steps.append(StepRecord(plan, result, now, end_s, *counts))
-        self.is_running = True
+        self.step = StepRecord(plan, StepResult(token_ids, now, end_s), now, published_s, *counts)
         heapq.heappush(self.heap, (end_s, STEP_END, -1))
+
+    def _end_step(self, now: float) -> None:
+        assert self.step is not None
+        plan, result, _, published_s, *_ = self.step
+        self.committed = self.core.commit(plan, result, now)
+        if published_s > now:
+            heapq.heappush(self.heap, (published_s, PUBLISHED, -1))
+        else:
+            self._publish(now)
+
+    def _publish(self, now: float) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        self._read(self.committed, now)
+        while self.inbox:
+            self._read(self.inbox.popleft()(now), now)
+        self.on_step(step)

@@ -18,6 +18,7 @@ from roseinfer.bench.checkouts import Checkout, checkout, own_folder
 from roseinfer.bench.environment import source_sha256
 from roseinfer.bench.sides import Side, share_blocks
 from roseinfer.errors import InputError, RunError
+from roseinfer.sim.cost_model import CostModel, StepCost
 from tests.bench.asking import Ask
 from tests.bench.made_sides import ENVIRONMENT, stored_run
 
@@ -194,9 +195,7 @@ def test_two_versions_of_the_code_side_by_side(ask: Ask, tmp_path: Path) -> None
         own_folder() / "roseinfer", changed / "roseinfer", ignore=shutil.ignore_patterns("__pycache__")
     )
     (changed / "roseinfer" / "other.py").write_text("# other code\n")
-    costs = {"name": "made up", "constant_s": 0.01, "prefill_token_s": 1e-4, "attention_pair_s": 0.0}
-    costs |= {"decode_request_s": 1e-3, "context_token_s": 0.0}
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    CostModel("made up", StepCost(0.01, 1e-4, 0.0, 1e-3, 0.0)).write(tmp_path / "costs.json")
     words = "--target sim --cost-model costs.json --burst-size 4 --blocks 1 --run-id x --b-flags".split()
     answer = ask("ab", "--b", "changed", *words, "--max-batch-size 2", "--json")
     found = json.loads(answer.out)

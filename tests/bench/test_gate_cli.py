@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roseinfer.bench.ab import BlockedRuns
+from roseinfer.sim.cost_model import CostModel
 from tests.bench.asking import Ask
 from tests.bench.made_sides import ENVIRONMENT, stored_run
 from tests.bench.stored import create
@@ -165,10 +167,10 @@ def test_rules_of_which_none_decides_are_refused(ask: Ask, runs: Path) -> None: 
 
 def test_the_deterministic_gate_sees_seven_percent_more_prefill(ask: Ask, tmp_path: Path) -> None:
     experiments = Path(__file__).parents[2] / "experiments"
-    costs = json.loads((experiments / "gpt2_cpu.cost.json").read_text())
+    costs = CostModel.read(experiments / "gpt2_cpu.cost.json")
     for name, factor in (("base", 1.0), ("head", 1.07)):
-        slower = {**costs, "prefill_token_s": factor * costs["prefill_token_s"]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(slower))
+        step = replace(costs.step, prefill_token_s=factor * costs.step.prefill_token_s)
+        replace(costs, step=step).write(tmp_path / f"{name}.json")
         words = f"sweep --target sim --cost-model {name}.json --max-inflight 16 --burst-size 24 --repeats 1".split()
         assert ask(*words, "--run-id", name, "--quiet").code == 0
     rules = ["--thresholds", str(experiments / "deterministic.toml")]

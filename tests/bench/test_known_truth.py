@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from roseinfer.bench.client import Client
 from roseinfer.bench.records import REQUEST_SCHEMA, TTFT_PARTS, derive, gaps_s
-from roseinfer.bench.store import _table
+from roseinfer.bench.row_files import record_table
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import Workload
 from roseinfer.executor import StepPlan
@@ -118,7 +118,7 @@ def measured(
     engine.make_tokenizer = Tokenizer
     made = experiment(num_requests=len(steps_s), max_batch_size=1, **flags)
     result = InProcessTarget(engine, made).run(made.cells[0], load)
-    rows: pd.DataFrame = _table(result.requests, REQUEST_SCHEMA).to_pandas()
+    rows: pd.DataFrame = record_table(result.requests, REQUEST_SCHEMA).to_pandas()
     assert (rows["outcome"] == "completed").all()
     return derive(rows), diary
 
@@ -187,7 +187,7 @@ def test_latency_from_the_schedule_is_exact_on_a_virtual_clock() -> None:  # cas
         ClientRules(max_concurrency=1),
     )
     first_token_s = np.array([step.result.exec_end_s for step in run.steps])
-    sent_s = np.array([sent.time_s for sent in run.sent if sent is not None])
+    sent_s = np.array([sent.sent_s for sent in run.sent])
     latency_s = first_token_s - 0.1 * np.arange(8)
     assert latency_s.mean() == pytest.approx(1.9, abs=1e-12)
     assert latency_s.max() == pytest.approx(3.3, abs=1e-12)

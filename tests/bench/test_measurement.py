@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class Lab:
         self.progress.append(doing if done is None else f"{done}/{total} {doing}")
 
     def measure(self, folder: RunFolder) -> None:
-        measurement.measure(self.experiment, self.target, self.source, folder, self.tell)
+        bench = measurement.Bench(self.target, self.source, {})
+        measurement.measure(self.experiment, folder, self.tell, partial(measurement.run_cells, bench))
 
     def measured(self) -> list[str]:
         return [cell.cell_id for cell, _ in self.bursts]

@@ -141,6 +141,44 @@ def test_a_ramp_is_no_jitter() -> None:
     assert check_pacing(later(rows, ramp_s)) == []
 
 
+# --- few requests, whose p99 would be their maximum
+
+
+def few(n: int, late_s: dict[int, float]) -> list[str]:
+    """What is said of `n` arrivals of which some, by number, were sent so late."""
+    rows = measured(burst_size=n, interval_s=0.05, service_s=0.001)
+    return check_pacing(later(rows, rows["request_index"].map(late_s).fillna(0.0), AFTER_THE_SCHEDULE))
+
+
+@pytest.mark.parametrize("n", [2, 20, 99])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_one_late_send_of_few_is_no_fault(n: int, place: int) -> None:
+    """Also where it is the first or the last, or the only one beside another."""
+    assert few(n, {place % n: 0.03}) == []
+
+
+@pytest.mark.parametrize("n", [3, 20, 99])
+def test_two_late_sends_of_few_are_one_too_many(n: int) -> None:
+    reasons = few(n, {0: 0.03, 1: 0.02})
+    assert reasons[0].startswith(f"send lag up to 20.0 ms (n={n - 1}), more than")
+
+
+def test_the_only_request_must_not_be_late() -> None:
+    assert few(1, {}) == []
+    assert few(1, {0: 0.03})[0].startswith("send lag up to 30.0 ms (n=1), more than")
+
+
+def test_the_rule_for_few_meets_the_rule_for_the_p99() -> None:
+    """Of 99 as of 100 one may be late, and two may not."""
+    for n in (99, 100, 101):
+        assert few(n, {50: 0.03}) == []
+        assert few(n, {50: 0.03, 51: 0.03}) != []
+
+
+def test_few_that_are_all_late_are_found() -> None:
+    assert few(20, dict.fromkeys(range(20), 0.004))[0].startswith("send lag up to 4.0 ms (n=19), more than")
+
+
 # --- the client's own bound
 
 
@@ -155,7 +193,7 @@ def test_what_the_cap_held_back_was_due_when_its_permit_came() -> None:
     held = capped(rows, 0.01 * np.maximum(0, rows["request_index"] - 9))
     assert check_pacing(held) == []
     (reason,) = check_pacing(later(held, 0.08 * is_held, AFTER_THE_SCHEDULE))
-    assert reason.startswith("p99 send lag 82.0 ms")
+    assert reason.startswith("send lag up to 82.0 ms (n=89)")
 
 
 def test_a_closed_loop_keeps_no_schedule() -> None:

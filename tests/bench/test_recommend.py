@@ -4,13 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from experiments import recommendation_quality
 from roseinfer.bench.recommend import Recommendation, Slo, parse_slo, recommend
 from roseinfer.bench.summary import limit_label, summarise
+from roseinfer.bench.wasted_work import wasted_share
 from roseinfer.errors import InputError
 from tests.bench.load_shapes import served
 from tests.bench.rows import facts_by_cell, measured
@@ -271,3 +274,82 @@ def test_warm_up_is_judged_by_no_slo_but_its_requests_were_offered() -> None:
     assert found is not None
     assert found.judgements[0].n == 640
     assert (found.served, found.offered) == (640, 800)
+
+
+# --- how sure, and what it costs
+
+
+def test_a_lead_in_every_repeat_is_sure() -> None:
+    found = answer([10, 20], "p99_ttft:250")
+    assert found.runner_up is not None
+    assert limit_label(found.runner_up.limit) == "10"
+    sure = found.how_sure(seed=0)
+    assert sure is not None
+    assert sure.startswith(
+        "Sure of it: 25.0 points more of the offered requests are served within the goal than with 10"
+    )
+    assert "over 10 paired repeats" in sure
+
+
+def test_a_tie_is_said_to_be_one() -> None:
+    found = answer([45, 50], "p99_ttft:1000")
+    assert (
+        found.how_sure(seed=0)
+        == "The runner-up, 45, serves as many in every repeat: the larger limit was taken."
+    )
+
+
+def test_a_lead_in_some_repeats_only_is_not_sure() -> None:
+    found = answer([10, 20], "p99_ttft:250")
+    first, second = found.chosen, found.runner_up
+    assert first is not None
+    assert second is not None
+    # Now ahead by much in one repeat, behind in all others.
+    repeats = {repeat: (40, 40) if repeat == 0 else (9, 40) for repeat in second.repeats}
+    chosen = replace(first, repeats=repeats)
+    unsure = replace(found, chosen=chosen, evidence=(second, chosen)).how_sure(seed=0)
+    assert unsure is not None
+    assert unsure.startswith("Not sure: ")
+    assert unsure.endswith("more repeats would tell.")
+
+
+def test_alone_it_has_no_runner_up() -> None:
+    assert answer([20, 40], "p99_ttft:250").how_sure(seed=0) == "No other limit that was tried qualifies."
+
+
+def test_where_nothing_is_recommended_nothing_is_sure() -> None:
+    assert answer([20], "p99_ttft:50").how_sure(seed=0) is None
+
+
+def test_wasted_are_the_tokens_of_what_missed_the_goal() -> None:
+    requests = cell(None, 32)[0].assign(prompt_tokens=32.0)
+    (evidence,) = answer_to(requests, "p99_ttft:250").evidence
+    assert evidence.wasted_share == pytest.approx(1 - evidence.served / evidence.offered)
+
+
+def test_refused_requests_waste_nothing_and_cut_off_ones_what_they_got() -> None:
+    rows = measured(burst_size=4, limit=2, output_tokens=8).assign(prompt_tokens=32.0)
+    rows = rows.assign(
+        outcome=["completed", "timeout", *rows["outcome"][2:]], output_tokens=[8.0, 3.0, 0.0, 0.0]
+    )
+    served = (rows["outcome"] == "completed").to_numpy()
+    assert wasted_share(rows, served) == pytest.approx((32 + 3) / (32 + 3 + 32 + 8))
+
+
+def test_cached_prompt_tokens_were_not_computed() -> None:
+    rows = measured(burst_size=2, output_tokens=8).assign(prompt_tokens=32.0, cached_tokens=[30.0, math.nan])
+    assert wasted_share(rows, np.array([False, True])) == pytest.approx((2 + 8) / (2 + 8 + 32 + 8))
+
+
+def test_uncounted_prompts_leave_wasted_work_unknown() -> None:
+    rows = measured(burst_size=2)
+    assert math.isnan(wasted_share(rows, np.array([False, True])))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_coarse_sweep_recommends_what_an_exhaustive_one_does_within_a_step(
+    seed: int, tmp_path: Path
+) -> None:
+    drawn = recommendation_quality.draw(seed, tmp_path)
+
+    assert recommendation_quality.outcome(drawn, seed, repeats=2).is_within_a_step

@@ -127,17 +127,17 @@ def test_nothing_completed_ends_with_5(lab: Lab) -> None:  # cases D2, G13
 def test_a_disk_that_fills_up_meanwhile_ends_with_1_and_leaves_no_half_cell(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, calls = RunFolder.write_cell, iter(range(100))
+    cell, calls = RunFolder.cell, iter(range(100))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def third_fails(self: RunFolder, *args: Any, **kwargs: Any) -> None:
+    def third_fails(self: RunFolder, *args: Any, **kwargs: Any) -> Any:
         if next(calls) == 2:
-            monkeypatch.setattr("roseinfer.bench.store.pq.ParquetWriter", full)
-        write(self, *args, **kwargs)
+            monkeypatch.setattr("roseinfer.bench.row_files.pq.ParquetWriter", full)
+        return cell(self, *args, **kwargs)
 
-    monkeypatch.setattr(RunFolder, "write_cell", third_fails)
+    monkeypatch.setattr(RunFolder, "cell", third_fails)
     answer = lab.sweep()
     assert answer.code == 1
     assert answer.complaint.endswith("No space left on device")

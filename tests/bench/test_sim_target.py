@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,32 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from roseinfer.bench import rows as rows_module
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
-from roseinfer.bench.rows import CellResult
+from roseinfer.bench.rows import Attempt, CellResult, request_row
+from roseinfer.bench.sim_rows import SENT_COLUMNS, sent_values
 from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.validity import check_cell
-from roseinfer.bench.workload import Workload
-from roseinfer.sim.cost_model import CostModel
+from roseinfer.bench.workload import Workload, WorkloadSource
+from roseinfer.errors import SchedulerManagerOverloadedError
+from roseinfer.request import Request, TokenEvent
+from roseinfer.sim.client import ClientRules
+from roseinfer.sim.cost_model import BetweenStepsCost, CostModel, StepCost, SubmitCost
+from roseinfer.sim.noise import Noise
+from roseinfer.sim.virtual import TOKEN_ID, Arrival, Sent, SimLimits, simulate
+from roseinfer.stream import Timings
 from tests.bench.asking import Answer, Ask
 from tests.bench.experiments import experiment
+from tests.sim.scripted_costs import Scripted, one_second
 
-COST = CostModel("tenth of a second a step", 0.1, 0.0, 0.0, 0.0, 0.0)
+COST = CostModel("tenth of a second a step", StepCost(0.1, 0.0, 0.0, 0.0, 0.0))
 
 
 @pytest.fixture
 def cost_file(tmp_path: Path) -> Path:
     path = tmp_path / "tenth.json"
-    path.write_text(json.dumps(COST.describe()))
+    COST.write(path)
     return path
 
 
@@ -117,6 +127,124 @@ def test_a_refused_user_pauses_as_on_an_engine(cost_file: Path) -> None:
     assert rows["sent_s"].tolist() == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.15, 0.2])
 
 
+def attempt_of(sent: Sent) -> Attempt:
+    """The same request as the client of an engine would have seen it."""
+    fate = sent.fate
+    attempt = Attempt(sent.due_s, sent.permitted_s, sent.sent_s, sent.returned_s, sent.waiting)
+    attempt.prompt_tokens = sent.prompt_tokens
+    if not isinstance(fate, Request):
+        attempt.failure = fate
+        attempt.inflight = fate.inflight if isinstance(fate, SchedulerManagerOverloadedError) else None
+        return attempt
+    attempt.timings, attempt.inflight = Timings.of(fate), fate.ticket.inflight_before
+    attempt.gave_up_s = sent.gave_up_s
+    tokens = zip(sent.received_s, fate.token_times_s, strict=False)
+    attempt.deliveries = [(at_s, [TokenEvent(0, TOKEN_ID, time_s)]) for at_s, time_s in tokens]
+    if sent.ended_s is not None:
+        is_token = sent.error is None
+        end = TokenEvent(0, TOKEN_ID if is_token else None, fate.token_times_s[-1] if is_token else 0.0)
+        end = end._replace(finish_reason=fate.finish_reason, error=sent.error)
+        attempt.deliveries[len(attempt.deliveries) - is_token :] = [(sent.ended_s, [end])]
+    return attempt
+
+
+def test_a_row_is_what_a_real_client_would_have_written() -> None:
+    """Refused, given up early and late, never fitting as ids and as text, and served: all of them."""
+    costs = Scripted(
+        one_second,
+        between=lambda plan: 0.25,
+        submit=lambda n: 0.125,
+        tokenize=lambda n: 0.5 * (n % 2),
+        refuse_seconds=0.0625,
+    )
+    lengths = [4, 5, 99, 98, 4, 5, 4, 4, 6, 7] * 5
+    arrivals = [Arrival(0.3 * n, length, 3) for n, length in enumerate(lengths)]
+    limits = SimLimits(max_inflight_requests=8, max_batch_size=3, max_model_len=64)
+    run = simulate(arrivals, limits, costs, ClientRules(timeout_s=4.0))
+    outcomes = set()
+    for sent in run.sent:
+        row = dict(zip(SENT_COLUMNS, sent_values(sent, keeps_times=True), strict=True))
+        expected = request_row(attempt_of(sent), 0.0)
+        assert row == dict.fromkeys(SENT_COLUMNS) | expected | {"request_index": sent.index}
+        outcomes.add((row["outcome"], row["output_tokens"], row["tokenized_s"] is None))
+    assert len(outcomes) > 7
+
+
+def test_without_token_times_no_list_is_kept_and_all_else_is_the_same(cost_file: Path) -> None:
+    whole = burst(cost_file, 6, max_inflight="4", max_batch_size=2)
+    short = burst(cost_file, 6, max_inflight="4", max_batch_size=2, no_token_times=True)
+    lists = ["token_times_s", "chunk_times_s", "chunk_tokens"]
+    assert short.requests[lists].isna().all(axis=None)
+    assert short.steps["members"].isna().all()
+    pd.testing.assert_frame_equal(short.requests.drop(columns=lists), whole.requests.drop(columns=lists))
+    pd.testing.assert_frame_equal(short.steps.drop(columns="members"), whole.steps.drop(columns="members"))
+    assert short.facts == whole.facts
+
+
+NOISY = replace(
+    COST,
+    between_steps=BetweenStepsCost(0.01, 0.001),
+    submit=SubmitCost(0.0005, 0.001, 0.0001),
+    noise=Noise((0.9, 1.0, 1.3), 0.1, (0.5,)),
+)
+
+
+def noisy(cost_file: Path, limit: str, repeat: int, **flags: Any) -> CellResult:
+    made = experiment(target="sim", cost_model=cost_file, max_inflight=limit, burst_size="6", **flags)
+    workload = Workload(np.zeros(6), [], np.full(6, 8), np.full(6, 3), 0, "burst", repeat)
+    return SimTarget(NOISY, made).run(made.cells[0], workload)
+
+
+def test_noise_is_the_same_for_all_limits_of_a_block_and_another_in_each_repeat(cost_file: Path) -> None:
+    def durations(result: CellResult) -> list[float]:
+        return (result.steps["exec_end_s"] - result.steps["exec_start_s"]).round(9).tolist()
+
+    unlimited, limited = (durations(noisy(cost_file, limit, 0)) for limit in ("0", "4"))
+    n = min(len(unlimited), len(limited))
+    assert unlimited[:n] == limited[:n]
+    assert len(set(unlimited)) > 1
+    assert durations(noisy(cost_file, "0", 1)) != unlimited
+    assert durations(noisy(cost_file, "0", 0, seed=1)) != unlimited
+
+
+def test_every_cost_of_the_model_is_in_the_rows(cost_file: Path) -> None:
+    result = noisy(cost_file, "5", 0)
+    rows = derive(complete(result.requests))
+    assert rows["add_request_s"].tolist()[:5] == pytest.approx([0.0005] * 5)
+    assert rows["reject_s"].tolist()[5] == pytest.approx(0.0001)
+    assert rows["sent_s"].tolist() == pytest.approx([0.0005 * n for n in range(6)])
+    assert rows["send_lag_s"].tolist() == rows["sent_s"].tolist()
+    assert rows["tokenized_s"].tolist()[:2] == pytest.approx([0.0085, 0.0165])  # one worker, 8 ms a prompt
+    assert rows["delivery_s"].tolist()[0] == pytest.approx(0.011)
+    assert np.allclose(
+        rows[list(TTFT_PARTS)].fillna(0).sum(axis=1)[:5], rows["ttft_s"][:5], rtol=0, atol=1e-12
+    )
+    assert check_cell(complete(result.requests), result.facts) == []
+
+
+def test_row_groups_hold_the_same_rows_in_the_order_of_requests(
+    cost_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = experiment(target="sim", cost_model=cost_file, burst_size="100", max_batch_size=7)
+    source = WorkloadSource(made, None, vocab_size=0, max_model_len=1024)
+    target, (cell,) = SimTarget(COST, made), made.cells
+    whole = target.run(cell, source.draw(cell, 0))
+    monkeypatch.setattr(rows_module, "ROW_GROUP_ROWS", 16)
+    folder = RunFolder.create(tmp_path, "sweep", "run", {})
+    with folder.cell(cell.cell_id, 0) as writer:
+        facts, notes = target.record(cell, source.blocks(cell, 0), writer)
+        writer.facts = {**facts.to_json(), **notes}
+    file = pq.ParquetFile(folder.path / "cells" / f"{cell.cell_id}@0" / "requests.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [16] * 6 + [4]
+    other = RunFolder.create(tmp_path, "sweep", "other", {})
+    other.write_cell(cell.cell_id, 0, whole.requests, whole.steps, {})
+    for read in (RunFolder.read_requests, RunFolder.read_steps):
+        pd.testing.assert_frame_equal(
+            read(folder).drop(columns="run_id"), read(other).drop(columns="run_id"), check_exact=True
+        )
+    assert facts == whole.facts
+
+
 # ---- the command line ----
 
 
@@ -159,7 +287,7 @@ def test_the_run_says_what_computed_and_keeps_no_path(simulated: Any, cost_file:
     folder = RunFolder.open(Path("out/sweep/a"))
     manifest = folder.manifest
     assert manifest["target"] == "sim"
-    assert manifest["model"]["constant_s"] == 0.1
+    assert manifest["model"]["step"]["constant_s"] == 0.1
     assert manifest["model"]["model"] == COST.name
     assert manifest["configuration"]["cost-model"] == "tenth.json"
     assert not manifest["configuration"].keys() & {
@@ -204,6 +332,25 @@ def test_every_shape_of_load_runs_and_is_valid(simulated: Any, load: str) -> Non
     assert RunFolder.open(Path("out/sweep/a")).is_done
 
 
+def test_a_run_without_token_times_is_summed_up_and_explained_as_far_as_it_goes(simulated: Any) -> None:
+    assert simulated(f"{SWEEP} a").code == 0
+    answer = simulated(f"{SWEEP} b --no-token-times")
+    assert answer.code == 0, answer.out + answer.err
+    whole, short = (rows_of(run, "summary") for run in "ab")
+    unknown = [column for column in whole if "itl" in str(column) or "chunk_gap" in str(column)]
+    pd.testing.assert_frame_equal(short.drop(columns=unknown), whole.drop(columns=unknown), check_exact=True)
+    assert rows_of("b", "steps")["members"].isna().all()
+    assert RunFolder.open(Path("out/sweep/b")).manifest["configuration"]["no-token-times"] is True
+
+
+@pytest.mark.parametrize("target", ["engine", "http://127.0.0.1:9/v1"])
+def test_token_times_of_what_is_measured_are_always_kept(ask: Ask, target: str) -> None:
+    answer = ask("sweep", "--target", target, "--no-token-times", "-o", "out")
+    assert answer.code == 2
+    assert answer.complaint.startswith("--no-token-times True: needs --target sim")
+    assert not Path("out").exists()
+
+
 def test_goodput_is_in_the_summary_and_in_the_manifest(simulated: Any) -> None:  # case D4
     answer = simulated(f"{SWEEP} a --goodput ttft:150 --json")
     assert answer.code == 0
@@ -244,15 +391,15 @@ def test_a_run_whose_requests_all_time_out_measured_nothing(simulated: Any) -> N
 def test_an_interrupted_simulation_says_which_file_to_name_again(
     simulated: Any, ask: Ask, cost_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, calls = SimTarget.run, iter(range(100))
+    record, calls = SimTarget.record, iter(range(100))
 
-    def stopped(self: SimTarget, *args: Any) -> CellResult:
+    def stopped(self: SimTarget, *args: Any) -> object:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return run(self, *args)
+        return record(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SimTarget, "run", stopped)
+        patch.setattr(SimTarget, "record", stopped)
         answer = simulated(f"{SWEEP} a")
     assert answer.code == 130
     again = f"--resume out/sweep/a --cost-model {cost_file}"
@@ -273,10 +420,10 @@ def test_resuming_with_another_cost_model_says_what_differs(simulated: Any, ask:
     simulated(f"{SWEEP} a")
     other = tmp_path / "else" / "tenth.json"
     other.parent.mkdir()
-    other.write_text(json.dumps(COST.describe() | {"constant_s": 0.2}))
+    replace(COST, step=replace(COST.step, constant_s=0.2)).write(other)
     answer = ask("sweep", "--resume", "out/sweep/a", "--cost-model", str(other), "--quiet")
     assert answer.code == 2
-    assert "model constant-s was 0.1, now 0.2" in answer.complaint
+    assert "model step was constant_s=0.1 " in answer.complaint
 
 
 def test_a_simulation_never_imports_torch(cost_file: Path, tmp_path: Path) -> None:

@@ -323,6 +323,52 @@ def test_a_cell_killed_anywhere_is_not_there_and_can_be_measured_again(tmp_path:
     assert for_every_kill(prepared, write, check) == 10
 
 
+def test_a_cell_may_come_in_row_groups(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    with run.cell(CELL, 0) as writer:
+        for first in (0, 3, 6):
+            writer.add("requests", pa.table({"request_index": [first, first + 1, first + 2]}))
+        writer.facts = {"offered": 9}
+    file = pq.ParquetFile(run.path / "cells" / f"{CELL}@0" / "requests.parquet")
+    assert [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)] == [3, 3, 3]
+    read = run.read_requests()
+    assert read["request_index"].tolist() == list(range(9))
+    assert read["run_id"].unique().tolist() == ["run1"]
+    assert read["sent_s"].isna().all()
+    assert run.read_steps().empty
+    assert run.read_facts() == {(CELL, 0): {"offered": 9}}
+
+
+def test_row_groups_stay_what_they_are_in_a_compacted_run(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    with run.cell(CELL, 0) as writer:
+        for first in (0, 3):
+            writer.add("requests", pa.table({"request_index": [first, first + 1, first + 2]}))
+        writer.facts = {}
+    before = content(run)
+    run.compact(SUMMARY, None)
+    assert content(run) == before
+    assert pq.ParquetFile(run.path / "requests.parquet").num_row_groups == 2
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
+def test_a_cell_that_is_interrupted_between_row_groups_leaves_nothing(
+    tmp_path: Path, interruption: type[BaseException]
+) -> None:
+    run = with_cells(tmp_path)
+    before = content(run)
+
+    def write() -> None:
+        with run.cell("new", 0) as writer:
+            writer.add("requests", requests())
+            raise interruption
+
+    with pytest.raises((KeyboardInterrupt, RunError)):
+        write()
+    assert content(run) == before
+    assert hidden_files(run.path) == []
+
+
 # --- compacting -------------------------------------------------------------------------------------------
 
 

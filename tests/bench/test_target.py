@@ -17,8 +17,8 @@ from roseinfer.bench.client import Client, Played
 from roseinfer.bench.environment import GcPause
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
+from roseinfer.bench.row_files import record_table
 from roseinfer.bench.rows import Attempt, CellResult
-from roseinfer.bench.store import _table
 from roseinfer.bench.target import LONGEST_PAUSES, InProcessTarget, _gc_notes
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
@@ -59,8 +59,8 @@ def measured(
 ) -> CellResult:
     """The result of one cell, with its frames as a reader gets them from their files."""
     result = InProcessTarget(engine, made).run(cell_of(made, limit), load)
-    requests: pd.DataFrame = _table(result.requests, REQUEST_SCHEMA).to_pandas()
-    steps: pd.DataFrame = _table(result.steps, STEP_SCHEMA).to_pandas()
+    requests: pd.DataFrame = record_table(result.requests, REQUEST_SCHEMA).to_pandas()
+    steps: pd.DataFrame = record_table(result.steps, STEP_SCHEMA).to_pandas()
     return result._replace(requests=requests, steps=steps)
 
 

@@ -303,3 +303,38 @@ def test_the_hash_does_not_depend_on_the_limits() -> None:  # case C5
     tables = [source(max_inflight=limits).table() for limits in ("0", "0,4", "4,16")]
     pd.testing.assert_frame_equal(tables[0], tables[1])
     assert len({workload_sha256(table) for table in tables}) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"request_rate": "50", "num_requests": 150_000},
+        {"request_rate": "50", "duration": 3000.0, "ramp": 10.0},
+        {"request_rate": "50", "num_requests": 2 * 65_536},
+        {
+            "request_rate": "50",
+            "num_requests": 70_000,
+            "prompt_len_dist": "lognormal:0.5",
+            "output_len_dist": "uniform:0.5",
+        },
+        {"submit_interval_ms": 10.0, "num_requests": 70_000},
+        {"burst_size": "70000"},
+        {"request_rate": "50", "burst_size": "1000", "burst_interval": 10.0, "num_requests": 70_000},
+        {"max_concurrency": 2, "num_requests": 70_000},
+    ],
+)
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_blocks_are_what_is_drawn_in_pieces(flags: dict[str, Any], repeat: int) -> None:
+    made = source(**({"burst_size": None} | flags))
+    (cell,) = made._experiment.cells
+    drawn, blocks = made.draw(cell, repeat), [*made.blocks(cell, repeat)]
+    assert [len(block.prompt_tokens) for block in blocks[:-1]] == [65_536] * (len(blocks) - 1)
+    assert len(blocks) > 1
+    for name in ("prompt_tokens", "output_tokens", "scheduled_s"):
+        if getattr(drawn, name) is None:
+            assert all(getattr(block, name) is None for block in blocks)
+        else:
+            pieces = np.concatenate([getattr(block, name) for block in blocks])
+            np.testing.assert_array_equal(pieces, getattr(drawn, name))
+    known = {(block.arrival, block.prompt_seed, block.repeat) for block in blocks}
+    assert known == {(drawn.arrival, drawn.prompt_seed, repeat)}

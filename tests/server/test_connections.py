@@ -107,9 +107,10 @@ def test_clients_that_reset_at_any_byte_of_their_request_leave_nothing_behind() 
         assert b'"text": "abcd"' in answer(one)
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_slot() -> None:
+def test_a_client_that_gives_up_while_it_waits_frees_its_slot_and_costs_no_prefill() -> None:  # case A18
     steps = PacedSteps()
-    with served(ScriptedEngine(steps), max_inflight_requests=2, max_batch_size=1) as one, steps:
+    engine = ScriptedEngine(steps)
+    with served(engine, max_inflight_requests=2, max_batch_size=1) as one, steps:
         running = one.send(STREAM)
         steps.entered.acquire()
         waiting = one.send(STREAM)
@@ -119,6 +120,9 @@ def test_a_client_that_leaves_while_it_waits_frees_its_slot() -> None:
         steps.permits.release()  # a request is dropped between steps
         until(lambda: one.manager.inflight == 1)
         running.close()
+        steps.run_free()
+        until(lambda: holds_nothing(one.manager))
+    assert len({request_id for plan in engine.plans for request_id, _, _ in plan}) == 1
 
 
 def test_a_client_that_leaves_before_its_first_token_ends_its_request() -> None:

@@ -9,16 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.executor import StepPlan
 from roseinfer.request import FinishReason, Request
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
+from tests.sim.scripted_costs import Scripted, one_second
 
 ALONE = SimLimits(max_batch_size=1)
-
-
-def one_second(plan: StepPlan) -> float:
-    return 1.0
 
 
 def play(
@@ -44,14 +40,14 @@ def users(
 
 
 def sent_s(run: SimRun) -> list[float | None]:
-    return [None if sent is None else sent.time_s for sent in run.sent]
+    """Of every request that was sent, and None for what was held back to the end."""
+    return [*(sent.sent_s for sent in run.sent), *(None for _ in run.unsent)]
 
 
 def request(run: SimRun, index: int) -> Request:
-    sent = run.sent[index]
-    assert sent is not None
-    assert isinstance(sent.fate, Request)
-    return sent.fate
+    fate = run.sent[index].fate
+    assert isinstance(fate, Request)
+    return fate
 
 
 # ---- a cap on a schedule ----
@@ -114,7 +110,7 @@ def test_a_closed_loop_reaches_its_level_and_never_exceeds_it(n: int) -> None:  
     rules = ClientRules(n, (0.0,) * n)
     run = simulate(arrivals, SimLimits(), lambda plan: 0.1 * len(plan.spans), rules)
     assert run.peak_outstanding == run.admission.counts().peak_inflight == n
-    assert None not in run.sent
+    assert run.is_exhausted
 
 
 def test_a_user_who_is_refused_pauses_before_the_next() -> None:
@@ -128,7 +124,8 @@ def test_a_user_who_is_refused_pauses_before_the_next() -> None:
 
 def test_a_user_who_pauses_sends_nothing_after_the_duration() -> None:
     run = users(2, 9, SimLimits(max_batch_size=1, max_inflight_requests=1), pause_s=0.4, duration_s=0.8)
-    assert sent_s(run) == pytest.approx([0.0, 0.0, 0.4] + [None] * 6)
+    assert sent_s(run) == pytest.approx([0.0, 0.0, 0.4])
+    assert not run.is_exhausted
 
 
 def test_a_ramp_lets_users_start_one_after_another() -> None:  # case C7
@@ -139,7 +136,8 @@ def test_a_ramp_lets_users_start_one_after_another() -> None:  # case C7
 
 def test_a_closed_loop_stops_at_its_duration() -> None:
     run = users(1, 10, duration_s=2.5)
-    assert sent_s(run) == [0.0, 1.0, 2.0] + [None] * 7
+    assert sent_s(run) == [0.0, 1.0, 2.0]
+    assert (run.last_sent_s, run.is_exhausted, run.unsent) == (2.0, False, [])
 
 
 # ---- deadlines ----
@@ -149,13 +147,13 @@ def test_a_request_that_waits_past_its_deadline_costs_no_prefill() -> None:  # c
     run = play([0.0, 0.0], ClientRules(timeout_s=2.5), new_tokens=4)
     assert run.timed_out == {0, 1}
     assert request(run, 1).first_scheduled_s is None
-    assert request(run, 1).ticket.released_s == 2.5
+    assert request(run, 1).ticket.released_s == 3.0  # the engine hears of it when its step is over
     assert {span.request.request_id for step in run.steps for span in step.plan.spans} == {0}
 
 
 def test_a_request_that_runs_ends_with_its_step_and_keeps_the_tokens_before() -> None:
     run = play([0.0], ClientRules(timeout_s=2.5), new_tokens=4)
-    assert request(run, 0).token_times_s == [1.0, 2.0]
+    assert run.sent[0].received_s == [1.0, 2.0]  # the engine has the third, as one with threads has
     assert request(run, 0).finish_reason is FinishReason.ABORT
     assert request(run, 0).ticket.released_s == 3.0
     assert len(run.steps) == 3
@@ -172,7 +170,8 @@ def test_a_deadline_lets_the_next_request_go() -> None:
 
 
 def test_a_prompt_that_is_still_tokenised_at_its_deadline_is_given_up() -> None:
-    run = simulate([Arrival(0.0, 4, 1, tokenize_s=5.0)], ALONE, one_second, ClientRules(timeout_s=2.0))
+    costs = Scripted(one_second, tokenize=lambda n: 5.0)
+    run = simulate([Arrival(0.0, 4, 1)], ALONE, costs, ClientRules(timeout_s=2.0))
     assert run.timed_out == {0}
     assert run.steps == []
     assert run.admission.counts().inflight == 0
@@ -206,9 +205,11 @@ def test_every_slot_and_every_permit_comes_back(
     assert counts.reserved == counts.released
     assert run.peak_outstanding <= (cap or len(times_s))
     if duration_s is None:
-        assert None not in run.sent
-    for index, sent in enumerate(run.sent):
-        if sent is not None and isinstance(sent.fate, Request):
-            assert sent.fate.finish_reason is (
-                FinishReason.ABORT if index in run.timed_out else FinishReason.LENGTH
-            )
+        assert len(run.sent) == len(times_s)
+        assert run.is_exhausted
+    for sent in run.sent:
+        if isinstance(sent.fate, Request):
+            is_whole = len(sent.received_s) == 3
+            assert is_whole == (sent.gave_up_s is None)
+            if is_whole:
+                assert sent.fate.finish_reason is FinishReason.LENGTH

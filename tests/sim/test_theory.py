@@ -98,7 +98,7 @@ def single_server(rho: float, services: Services, limit: int | None, seed: int) 
 
     limits = SimLimits(max_inflight_requests=limit, max_batch_size=1, kv_cache_tokens=64)
     run = simulate([Arrival(time_s, 1, 1) for time_s in arrivals_s], limits, step_seconds)
-    fates = [sent.fate for sent in run.sent[SETTLING:] if sent is not None]
+    fates = [sent.fate for sent in run.sent[SETTLING:]]
     served = [fate for fate in fates if isinstance(fate, Request)]
     waits_s = [(request.first_scheduled_s or 0.0) - request.reserved_s for request in served]
     return Finite(1 - len(served) / len(fates), float(np.mean(waits_s)))

@@ -19,6 +19,8 @@ DONE: Final = "[DONE]"
 MOST_ERROR_BYTES: Final = 64 * 1024
 MOST_WHOLE_BYTES: Final = 64 * 1024 * 1024
 MOST_ERROR_CHARACTERS: Final = 300
+MOST_TOKENS: Final = 1 << 40
+"""A server that says more does not count."""
 
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal")
 _REFUSALS: Final = (429, 503)
@@ -40,14 +42,16 @@ class AnswerReader:
         self._whole: list[bytes] = []
         self._whole_bytes = 0
         self._is_ok = 200 <= status_code < 300
-        self._is_stream = self._is_ok and "json" not in headers.get("content-type", "").lower()
+        encoding = headers.get("content-encoding", "identity").lower()
+        self._is_plain = encoding == "identity"
+        is_json = "json" in headers.get("content-type", "").lower()
+        self._is_stream = self._is_ok and self._is_plain and not is_json
         self.is_done = False
         self._has_events = False
         self._said_tokens = 0  # completion tokens so far, where each chunk says so
         attempt.status_code = status_code
-        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+        if self._is_ok and not self._is_plain:
             self._fail(Failure.BAD_ANSWER, f"Content-Encoding {encoding!r} was not asked for")
-            self._is_stream = False
 
     def read(self, body: bytes, received_s: float) -> None:
         """Takes what one read brought of the body."""
@@ -127,7 +131,7 @@ class AnswerReader:
             if _has_text(choice):
                 has_text = True
             if choice.get("finish_reason") is not None:
-                attempt.finish_reason = str(choice["finish_reason"])
+                attempt.finish_reason = _short(str(choice["finish_reason"]))
         usage = answer.get("usage")
         said = self._usage(usage) if isinstance(usage, dict) else None
         if isinstance(answer.get("timings"), dict):
@@ -158,16 +162,16 @@ class AnswerReader:
 
     def _explain_status(self) -> None:
         attempt = self._attempt
-        text = b"".join(self._whole).decode("utf-8", "replace")
+        text = b"".join(self._whole).decode("utf-8", "replace") if self._is_plain else ""
         answer = _json(text)
         message, code, kind = _error_of(answer) if isinstance(answer, dict) else (text, None, None)
         where = self._headers.get("location")
         attempt.failure = Failure.STATUS
-        attempt.error = _short(message or (f"Location: {where}" if where else "")) or None
+        attempt.error = _short(f"Location: {where}" if where is not None else message) or None
         attempt.error_code = code
         if attempt.status_code in _REFUSALS:
             named = code if code is not None and not code.isdigit() else None
-            attempt.reject_reason = self._headers.get("x-roseinfer-reason") or named or kind
+            attempt.reject_reason = _text(self._headers.get("x-roseinfer-reason")) or named or kind
         attempt.retry_after_s = retry_after_s(self._headers)
 
     def _fail(self, failure: Failure, error: str) -> None:
@@ -209,7 +213,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
             return seconds
     try:
         until = parsedate_to_datetime(headers.get("retry-after", ""))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     until = until.replace(tzinfo=UTC) if until.tzinfo is None else until
     return max(0.0, (until - datetime.now(UTC)).total_seconds())
@@ -227,7 +231,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
         if delta.get(name):
             return True
     calls = delta.get("tool_calls") or [{"function": delta.get("function_call")}]
-    return any(
+    return isinstance(calls, list) and any(
         isinstance(call, dict)
         and isinstance(function := call.get("function"), dict)
         and any(function.values())
@@ -249,11 +253,13 @@ def _error_of(answer: dict[str, Any]) -> tuple[str, str | None, str | None]:
 
 
 def _text(value: object) -> str | None:
-    return str(value) if isinstance(value, str | int) and value != "" else None
+    return (_short(str(value)) or None) if isinstance(value, str | int) else None
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= MOST_TOKENS else None
 
 
 def _json(text: str) -> Any:
@@ -265,6 +271,6 @@ def _json(text: str) -> Any:
 
 
 def _short(text: str) -> str:
-    """One line of what a server said."""
-    line = " ".join(text.split())
+    """One line of what a server said, without the halves of characters that JSON can hold and no file can."""
+    line = " ".join(text.encode("utf-8", "replace").decode().split())
     return line if len(line) <= MOST_ERROR_CHARACTERS else line[: MOST_ERROR_CHARACTERS - 1] + "…"

@@ -44,6 +44,9 @@ MOST_WAITING_BYTES: Final = 128 * 1024 * 1024
 MOST_OPENED: Final = 8
 """Connections opened in a row before something is read, which may free some: a late client that only opens is later."""
 
+LOST_RACE_S: Final = 1.0
+"""A connection that was closed as a request went out is found closed within this time of sending."""
+
 _LOST_RACE: Final = (Failure.RESET, Failure.CLOSED)
 
 clock: Final = time.perf_counter
@@ -357,12 +360,15 @@ class HttpClient:
             self._end(exchange, received_s)
 
     def _break(self, connection: Connection, exchange: _Try, broken: Breakage, received_s: float) -> None:
-        answer = exchange.answer
+        answer, sent_s = exchange.answer, exchange.attempt.sent_s
+        assert sent_s is not None
+        is_early = connection.exchanges > 1 and not answer.has_bytes and received_s - sent_s < LOST_RACE_S
         if answer.close(received_s, is_clean=broken.failure is Failure.CLOSED):
             self._end(exchange, received_s)
-        elif connection.exchanges > 1 and not answer.has_bytes and broken.failure in _LOST_RACE:
+        elif is_early and broken.failure in _LOST_RACE:
             # The server closed a connection that it held for idle, as the request was on its way. That says nothing
-            # about the request: it goes out again, and not on one that may be as old.
+            # about the request: it goes out again, and not on one that may be as old. One that the server had for
+            # longer it may have worked on: that is an error.
             del self._tries[connection]
             exchange.offer.connection = None
             self._pool.drop(connection)
@@ -417,9 +423,10 @@ class HttpClient:
         now, deadlines = clock(), self._deadlines
         while deadlines and (deadlines[0].is_over or deadlines[0].deadline_s < now):
             offer = deadlines.popleft()
-            if offer.connection is not None:
+            if (connection := offer.connection) is not None:
                 overdue = f"no whole answer within --timeout {self._load.timeout_s:g}"
-                self._fail(self._tries[offer.connection], Breakage(Failure.TIMEOUT, overdue), now)
+                # Of one that lacks nothing but the end of its message only the connection is overdue.
+                self._break(connection, self._tries[connection], Breakage(Failure.TIMEOUT, overdue), now)
 
 
 @contextmanager

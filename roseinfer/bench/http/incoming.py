@@ -14,6 +14,8 @@ MOST_HELD_BYTES: Final = 1024 * 1024
 _EVENT_END: Final = b"\n\n\r\n"  # and that of a chunk
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _DONE: Final = DONE.encode()
+_FINAL: Final = (Failure.BAD_ANSWER, Failure.STREAM_ERROR)
+"""Nothing that follows can mend it, and a server need not end its answer after it."""
 
 
 class Incoming:
@@ -110,9 +112,7 @@ class Incoming:
             return True
         if parser.error is not None and attempt.failure is None:
             attempt.failure, attempt.error = Failure.BAD_ANSWER, parser.error
-        if (
-            parser.error is not None or attempt.failure is Failure.BAD_ANSWER
-        ):  # nothing that follows can mend it
+        if parser.error is not None or attempt.failure in _FINAL:
             self.settle()
             return True
         return False

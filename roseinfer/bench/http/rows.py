@@ -13,6 +13,9 @@ _BUSY: Final = (429, 503)
 _NOT_ITS_LIMIT: Final = ("draining", "engine_dead")
 """Reasons of a 503 that have nothing to do with how much is in flight."""
 
+MOST_SECONDS: Final = 1e9
+"""What is longer is no duration, but a moment, or another unit."""
+
 
 def request_row(request: HttpRequest, t0: float) -> dict[str, Any]:
     """The columns of REQUEST_SCHEMA that one request fills; seconds from `t0`.
@@ -120,4 +123,4 @@ def _since(t0: float, stamp: float | None) -> float | None:
 def _seconds(value: object) -> float | None:
     """What a server says is a duration, if it is one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < float("inf") else None  # type: ignore[operator, arg-type]
+    return float(value) if is_number and 0 <= value < MOST_SECONDS else None  # type: ignore[operator, arg-type]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from typing import Final
 from roseinfer.bench.environment import public_text, public_words
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import UnreachableError, ask
+from roseinfer.bench.http.parent import tied
 from roseinfer.bench.http_options import LIMIT_WORD
 from roseinfer.errors import InputError, RunError
 
@@ -62,7 +65,8 @@ def check_command(command: str, limits: Sequence[int | None]) -> None:
 class ServerProcess:
     """A server that was started here, in a process group of its own, and is ready once this is made.
 
-    Raises RunError where it does not start, or where something else answers at its address.
+    It ends with the thread that made this, however that ends. Raises RunError where it does not start, or where
+    something else answers at its address.
     """
 
     def __init__(self, command: Sequence[str], address: Address, api_key: str | None = None) -> None:
@@ -77,8 +81,10 @@ class ServerProcess:
         # A file, so that a talkative server never waits for a reader; it has no name, and goes with the process.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         try:
+            if shutil.which(self.command[0]) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._process = subprocess.Popen(
-                self.command,
+                tied(self.command),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -103,13 +109,15 @@ class ServerProcess:
             raise RunError(f"the server of --target-cmd ended {how}{self._last_words()}")
 
     def stop(self) -> None:
-        """SIGTERM to all that it started, and SIGKILL to what is still there after a while."""
+        """SIGTERM to all that it started, and SIGKILL to what is still there after a while, or at an interrupt."""
         self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        finally:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._output.close()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -18,6 +18,7 @@ _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?
 _HEADER: Final = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\0]*?)[ \t]*\Z")
 _CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 _PART_OF_CHUNK: Final = re.compile(rb"(?:[0-9A-Fa-f]{1,15}[ \t]*(?:;[^\r\n]*)?\r?)?\Z")
+_LENGTH_VALUE: Final = re.compile(r"[0-9]{1,18}[ \t]*(?:,[ \t]*[0-9]{1,18}[ \t]*)*\Z")
 _SENDABLE: Final = re.compile(r"[^\r\n\0]*\Z")
 _NO_BODY: Final = (204, 304)
 
@@ -165,12 +166,12 @@ class AnswerParser:
             self._done()
         elif encoding is not None:
             if encoding.lower() != "chunked":
-                raise _WireError(f"Transfer-Encoding {encoding!r} was not asked for")
+                raise _WireError(f"Transfer-Encoding {encoding[:40]!r} was not asked for")
             self._state = _CHUNK_SIZE
         elif length is not None:
             lengths = {part.strip() for part in length.split(",")}
-            if len(lengths) > 1 or not all(part.isascii() and part.isdigit() for part in lengths):
-                raise _WireError(f"Content-Length {length!r}")
+            if len(lengths) > 1 or not _LENGTH_VALUE.match(length):
+                raise _WireError(f"Content-Length {length[:40]!r}")
             self._left = int(lengths.pop())
             self._state = _LENGTH
             if not self._left:

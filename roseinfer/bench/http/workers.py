@@ -18,6 +18,7 @@ from roseinfer.bench.client import LEAD_S
 from roseinfer.bench.http.answers import spread_evenly
 from roseinfer.bench.http.client import HttpClient, clock
 from roseinfer.bench.http.exchange import Endpoint, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.http.parent import tie_to
 from roseinfer.bench.load import Load
 from roseinfer.errors import InputError, RunError
 
@@ -98,6 +99,10 @@ def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], 
           policy: RetryPolicy, seed: str) -> None:  # fmt: skip
     """One worker: says when it is ready, is told time zero, returns what it played."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    tie_to(parent.pid)
     gc.freeze()
     with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
         pipe.send(None)

@@ -15,7 +15,7 @@ from roseinfer.bench.http.client import HttpClient
 from roseinfer.bench.http.connection import Connection, Pool
 from roseinfer.bench.http.exchange import Failure
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
-from tests.bench.http.playing import Never, UpTo, bodies, looped, most_outstanding, played
+from tests.bench.http.playing import Never, UpTo, bodies, last_tries, looped, most_outstanding, played
 from tests.bench.http.scripted_server import (
     FULL,
     PATIENCE_S,
@@ -99,6 +99,22 @@ def test_a_user_sends_the_next_when_the_last_has_ended() -> None:  # case C7
     assert len(result.refill_lags_s) == 20
     assert min(result.refill_lags_s) >= 0
     assert result.ran_out_s == result.requests[-1].scheduled_s
+
+
+def test_as_many_are_outstanding_as_were_asked_for() -> None:  # case K2
+    """Reported: 100 of 128. Nobody is answered before all users are there."""
+    everybody = threading.Barrier(128)
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        everybody.wait(PATIENCE_S)
+        peer.send(TWO_TOKENS)
+        peer.wait_for_close()
+
+    with ScriptedServer(script) as server:
+        result = looped(server.endpoint(), 128, bodies(128))
+    assert result.peak_outstanding == most_outstanding(result) == 128
+    assert [attempt.failure for attempt in last_tries(result)] == [None] * 128
 
 
 def test_a_user_who_was_refused_pauses() -> None:

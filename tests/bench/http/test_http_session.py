@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,24 @@ def test_all_failed_ends_with_5_and_null(run: Callable[..., Answer]) -> None:  #
     ] * 4
     assert "Error: 8 (status 500 x 8)" in answer.err
     assert RunFolder.open(RUN).is_done
+
+
+def test_a_server_that_takes_requests_and_never_answers_is_given_up(
+    run: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:  # case D12
+    monkeypatch.setattr("roseinfer.bench.load.SERVER_TIMEOUT_S", 0.2)
+    is_over = threading.Event()
+
+    def hang(number: int, said: Said) -> Any:
+        is_over.wait()
+        return two_tokens()
+
+    with OpenAiServer(hang) as server:
+        answer = run(server.url)
+        is_over.set()
+    assert answer.code == 5
+    assert "Timeout: 8 (timeout x 8)" in answer.out
+    assert manifest()["configuration"]["timeout"] == 0.2
 
 
 def test_a_load_that_was_not_sent_as_drawn_ends_with_4(

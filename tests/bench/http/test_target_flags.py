@@ -77,6 +77,13 @@ def test_a_server_is_warmed_up_only_when_asked() -> None:
     assert experiment().warmup_runs == 1
 
 
+def test_a_server_is_given_up_after_ten_minutes_unless_told_otherwise() -> None:
+    for flags, timeout_s in (({}, 600.0), ({"timeout": 5.0}, 5.0)):
+        made = experiment(target=URL, **flags)
+        assert (made.load.timeout_s, made.configuration()["timeout"]) == (timeout_s, timeout_s)
+    assert experiment().load.timeout_s is None
+
+
 def test_one_burst_is_as_large_as_there_are_requests() -> None:
     made = experiment(target=URL, arrival="burst", num_requests=64)
     assert [cell.burst_size for cell in made.cells] == [64]

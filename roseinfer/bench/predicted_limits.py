@@ -1,0 +1,78 @@
+"""What a cost model says of limits that nobody measured: the requests of a run once more, at limits between its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from roseinfer.bench.recommend import Evidence, Recommendation, Slo, recommend
+from roseinfer.bench.records import FACTORS
+from roseinfer.bench.resimulate import at_limits
+from roseinfer.bench.store import RunFolder
+from roseinfer.bench.summary import limit_label
+from roseinfer.sim.cost_model import CostModel
+
+BETWEEN: Final = 3
+"""Limits that are predicted between two that were measured."""
+
+
+class Prediction(NamedTuple):
+    """Of one combination of factors: what the cost model says of every limit, measured ones too, smallest first."""
+
+    measured: Recommendation
+    predicted: Recommendation
+
+    @property
+    def between(self) -> tuple[Evidence, ...]:
+        """Of the limits that were not measured."""
+        known = {one.limit for one in self.measured.evidence}
+        return tuple(one for one in self.predicted.evidence if one.limit not in known)
+
+    def sentence(self) -> str:
+        """Whether a limit that was not measured is predicted to be better than the recommended one.
+
+        Predictions are compared with predictions: a model that is off is off for both.
+        """
+        best, chosen = self.predicted.chosen, self.measured.chosen
+        if best is None:
+            return "Predicted, not measured: none of the limits between keeps the goal either."
+        if best not in self.between:
+            return "No limit between those measured is predicted to serve more within the goal."
+        label = limit_label(best.limit)
+        share = f"{100 * best.served_share:.1f} % served within the goal"
+        if chosen is None:
+            return f"Predicted, not measured: {label} would keep it, with {share}. Measure it."
+        same = next((one for one in self.predicted.evidence if one.limit == chosen.limit), None)
+        against = "" if same is None else f" against {100 * same.served_share:.1f} % predicted for"
+        return (
+            f"Predicted, not measured: {label} would do better, {share}{against} {limit_label(chosen.limit)}."
+        )
+
+
+def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int]:
+    """Limits that were not tried, between neighbours that were; `peak_inflight` is what no limit comes to."""
+    tried = sorted(
+        {limit for limit in limits if limit is not None} | ({peak_inflight} if None in limits else set())
+    )
+    found: set[int] = set()
+    for low, high in pairwise(tried):
+        found.update(map(int, np.geomspace(low, high, BETWEEN + 2)[1:-1].round()))
+    return sorted(found - set(tried))
+
+
+def predictions(
+    folder: RunFolder, model: CostModel, measured: Sequence[Recommendation], slos: Sequence[Slo], *, seed: int
+) -> list[Prediction]:
+    """One for each of `measured`, in their order. Raises InputError where the run cannot be simulated."""
+    limits = list(dict.fromkeys(one.limit for found in measured for one in found.evidence))
+    unlimited = [facts["peak_inflight"] for facts in folder.read_facts().values() if facts["limit"] is None]
+    peak = max([1, *(peak for peak in unlimited if peak is not None)])
+    simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)])
+    cells = simulated.drop_duplicates("cell_id")[["cell_id", *FACTORS]]
+    found = recommend(
+        simulated, cells.assign(repeat=np.nan, valid=True, invalid_reasons=None), slos, seed=seed
+    )
+    return [Prediction(*pair) for pair in zip(measured, found, strict=True)]

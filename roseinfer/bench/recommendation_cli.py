@@ -1,0 +1,242 @@
+"""The commands that say what to set: `capacity` and `recommend`. The app of `roseinfer-bench` takes them in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from roseinfer.bench.commands import with_flags
+from roseinfer.bench.load_options import decimal_option, whole_option
+from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag
+from roseinfer.bench.target_flags import OF_ENGINES, OF_SERVERS
+from roseinfer.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from roseinfer.bench.capacity_report import Search
+    from roseinfer.bench.probe import Prober
+
+recommendations: Final = typer.Typer()
+
+EXIT_UNKNOWN, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED = 3, 4, 5, 130
+
+DEFAULT_NUM_REQUESTS: Final = 200
+"""Of a probe at a rate, in each repeat."""
+
+_GIVEN_LOADS: Final = ("request_rate", "load", "submit_interval_ms", "burst_size", "trace", "workload")
+"""Fields that say how much load there is: then limits are searched, else rates."""
+
+_NOT_SIMULATED: Final = ("prompt", "prompt_repeats", "prefix_len", "stop_at_eos", "retry")
+"""Flags that change what a server does in a way that no simulation shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions(RunOptions):
+    """What `capacity` takes beside the flags of `run`."""
+
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(metavar="p99_ttft:250", help="What must hold, in ms; several must all hold."),
+    ] = None
+    max_reject_rate: Annotated[
+        float,
+        decimal_option(help="Share of the offered requests that may be refused, time out or fail."),
+    ] = 0.05
+    tolerance: Annotated[
+        float, decimal_option(help="How close the two ends of the answer are to each other: 0.05 is 5 %.")
+    ] = 0.05
+    repeats: Annotated[
+        int, whole_option("--repeats", "--repeat-runs", help="Times that each probe is measured.")
+    ] = 8
+
+
+@recommendations.command("capacity")
+@with_flags(CapacityOptions)
+def capacity(options: CapacityOptions, given: Collection[str]) -> None:
+    """Find the largest request rate that keeps the SLOs or, at a given load (--request-rate, --burst-size, --trace),
+    the limits that do.
+
+    Every rate or limit that is tried is a run of its own; the same flags with its --run-id go on. With --cost-model a
+    simulation proposes what to measure on another target than sim.
+    """
+    from roseinfer.bench import capacity_report as report
+    from roseinfer.bench.store import new_run_id
+
+    _check(options)
+    run_id = new_run_id(datetime.now(UTC)) if options.run_id is None else options.run_id
+    is_at_given_load = options.arrival in ("burst", "trace") or any(field in given for field in _GIVEN_LOADS)
+    probers = _probers(options, given, run_id, is_at_given_load)
+    searches = _searches(probers, options.tolerance, is_at_given_load)
+    goal = report.goal_text(probers[0].slos, options.max_reject_rate)
+
+    def tell(*, is_complete: bool) -> None:
+        begun = [search for search in searches if search.every]
+        text = "\n".join(report.lines(begun, goal, is_complete=is_complete))
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+        if options.json:
+            print(json.dumps(report.to_json(begun, goal, is_complete=is_complete), indent=1, allow_nan=False))
+
+    try:
+        for search in searches:
+            search.run()
+    except KeyboardInterrupt:
+        tell(is_complete=False)
+        why = f"interrupted. To go on: the same command with --run-id {run_id}"
+        print(f"roseinfer-bench: {why}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except RunError:
+        tell(is_complete=False)
+        raise
+    tell(is_complete=True)
+    probes = searches[-1].every
+    if not any(probe.completed for probe in probes):
+        raise typer.Exit(EXIT_NOTHING)
+    if any(probe.invalid for probe in probes):
+        raise typer.Exit(EXIT_INVALID)
+    if not searches[-1].is_decided:
+        raise typer.Exit(EXIT_UNKNOWN)
+
+
+def _check(o: CapacityOptions) -> None:
+    """What no other flag has to do with."""
+    for field in SWEPT:
+        if "," in (getattr(o, field) or ""):
+            raise InputError(flag(field), getattr(o, field), "capacity takes one value: lists are for sweep")
+    if not o.slo:
+        raise InputError("--slo", None, "is needed, such as p99_ttft:250")
+    if not 0 <= o.max_reject_rate < 1:
+        raise InputError("--max-reject-rate", o.max_reject_rate, "must lie in [0, 1)")
+    if not 0 < o.tolerance <= 1:
+        raise InputError("--tolerance", o.tolerance, "must lie in (0, 1]")
+    if o.repeats < 2:
+        raise InputError("--repeats", o.repeats, "one repeat gives no interval: at least 2")
+
+
+def _probers(o: CapacityOptions, given: Collection[str], run_id: str, is_at_given_load: bool) -> list[Prober]:
+    """What measures, and before it, where a cost model is to propose, what simulates. All flags are checked here."""
+    from roseinfer.bench.probe import Prober
+
+    if is_at_given_load and "max_inflight" in given:
+        raise InputError("--max-inflight", o.max_inflight, "is what is searched for at a given load")
+    values = {field.name: getattr(o, field.name) for field in fields(RunOptions)}
+    options = SweepOptions(**values, slo=o.slo)
+    # A bar is worth seeing; a line a cell would hide the line a probe.
+    is_silent = o.quiet or not sys.stderr.isatty()
+    options = replace(options, experiment_name=o.experiment_name or "capacity", quiet=is_silent)
+    at_a_rate = not is_at_given_load or o.request_rate is not None or o.load is not None
+    if at_a_rate and o.num_requests is None and o.duration is None:
+        options = replace(options, num_requests=DEFAULT_NUM_REQUESTS)
+    named = {field for field in given if getattr(options, field, None) is not None} | {"num_requests"}
+    kinds = [(options, named)]
+    if o.cost_model is not None and o.target != "sim":
+        kinds = [_simulated(options, named), (replace(options, cost_model=None), named - {"cost_model"})]
+    probers = [
+        Prober(
+            options,
+            named,
+            run_id=f"{run_id}-simulated" if number < len(kinds) - 1 else run_id,
+            max_not_served=o.max_reject_rate,
+            say=partial(_say, quiet=o.quiet),
+        )
+        for number, (options, named) in enumerate(kinds)
+    ]
+    for prober in probers:
+        prober.check({"max_inflight": "0,1"} if is_at_given_load else {"request_rate": "1"})
+    return probers
+
+
+def _simulated(options: SweepOptions, named: Collection[str]) -> tuple[SweepOptions, set[str]]:
+    """The flags of the same load on a simulated engine, which knows neither texts nor servers."""
+    for field in _NOT_SIMULATED:
+        if field in named:
+            why = f"contradicts --cost-model {options.cost_model}: no simulation shows what it does"
+            raise InputError(flag(field), str(getattr(options, field)), why)
+    left_out = {*OF_ENGINES, *OF_SERVERS, "target"}
+    usual: dict[str, Any] = {
+        field.name: field.default for field in fields(SweepOptions) if field.name in left_out
+    }
+    return replace(options, **{**usual, "target": "sim"}), (set(named) - left_out) | {"target"}
+
+
+def _searches(probers: list[Prober], tolerance: float, is_at_given_load: bool) -> list[Search]:
+    """One for each prober; what the first finds is proposed to the second."""
+    from roseinfer.bench.capacity import LimitSearch, RateSearch
+
+    if is_at_given_load:
+        limits = [LimitSearch(prober, tolerance) for prober in probers]
+        for first, second in pairwise(limits):
+            second.proposal = first
+        return [*limits]
+    rates = [RateSearch(prober, tolerance) for prober in probers]
+    for before, after in pairwise(rates):
+        after.proposal = before
+    return [*rates]
+
+
+def _say(line: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(line, file=sys.stderr, flush=True)
+
+
+@recommendations.command("recommend")
+def recommend(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a sweep over limits.")],
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="p99_ttft:250", help="What must hold, in ms; several must all hold. Default: the run's."
+        ),
+    ] = None,
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also say what limits between those measured would have done, simulated."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead.")] = False,
+) -> None:
+    """Say which limit to set, on what evidence, at what price, and how sure that is."""
+    from roseinfer.bench import recommend_report as report
+    from roseinfer.bench.predicted_limits import predictions
+    from roseinfer.bench.recommend import parse_slo
+    from roseinfer.bench.recommend import recommend as recommended
+    from roseinfer.bench.sides import Side
+    from roseinfer.sim.cost_model import CostModel
+
+    side = Side.open(run, "RUN")
+    slos = [parse_slo(text) for text in slo or side.manifest["slos"]]
+    if not slos:
+        raise InputError("--slo", None, "is needed, such as p99_ttft:250: the run was measured without one")
+    model = None if cost_model is None else CostModel.read(cost_model)
+    if side.is_empty:
+        raise InputError("RUN", str(run), "holds no finished cell: nothing was measured")
+    if (reason := side.invalid_reason()) is not None:
+        print(f"roseinfer-bench: INVALID: {side.name}: {reason}", file=sys.stderr)
+        raise typer.Exit(EXIT_INVALID)
+    seed = int(side.manifest["seed"])
+    found = recommended(side.requests, side.summary, slos, seed=seed)
+    predicted = (
+        [None] * len(found) if model is None else predictions(side.folder, model, found, slos, seed=seed)
+    )
+    pairs = list(zip(found, predicted, strict=True))
+    notes = [note for note in [side.unfinished()] if note is not None]
+    if as_json:
+        answers = [report.to_json(one, prediction, seed=seed) for one, prediction in pairs]
+        print(
+            json.dumps(
+                {"run": side.name, "recommendations": answers, "notes": notes}, indent=1, allow_nan=False
+            )
+        )
+        return
+    text = ["\n".join(report.lines(one, prediction, seed=seed)) for one, prediction in pairs]
+    print("\n\n".join(text))
+    for note in [*notes, report.LEGEND]:
+        print(f"Note: {note}")

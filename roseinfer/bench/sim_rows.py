@@ -1,0 +1,102 @@
+"""Rows of the simulated target's requests, made without a detour: there may be millions.
+
+They say what `rows.request_row` says of the same request; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from roseinfer.bench.records import Outcome
+from roseinfer.bench.rows import OUTCOMES, error_text
+from roseinfer.errors import SchedulerManagerOverloadedError
+from roseinfer.request import FinishReason, Request
+from roseinfer.sim.virtual import Arrival, Sent
+
+_BEFORE_OUTCOME: Final = (
+    "request_index scheduled_s permitted_s sent_s attempts waiting_at_send inflight_at_send ended_s".split()
+)
+_UNSERVED: Final = "rejected_s reject_reason reject_stage error".split()
+_SERVED: Final = (
+    "admitted_s reserved_s tokenized_s first_scheduled_s first_token_s last_token_s finished_s released_s"
+    " received_first_s received_last_s finish_reason prompt_tokens cached_tokens output_tokens"
+    " token_times_s chunk_times_s chunk_tokens".split()
+)
+SENT_COLUMNS: Final = (*_BEFORE_OUTCOME, "outcome", *_UNSERVED, *_SERVED)
+
+_NOT_SERVED: Final = (None,) * len(_SERVED)
+_NOT_REFUSED: Final[tuple[object, ...]] = (None,) * len(_UNSERVED)
+
+
+def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
+    """The row of a request that was sent, in the order of SENT_COLUMNS; without `keeps_times` no list is in it."""
+    fate = sent.fate
+    known = sent.index, sent.due_s, sent.permitted_s, sent.sent_s, 1, sent.waiting
+    if not isinstance(fate, Request):
+        at_s = sent.returned_s
+        if isinstance(fate, SchedulerManagerOverloadedError):
+            refused = (fate.inflight, at_s, Outcome.REJECTED, at_s, fate.reason, "submit", None)
+            return (*known, *refused, *_NOT_SERVED)
+        failed = (None, at_s, Outcome.ERROR, None, None, None, error_text(fate))
+        return (*known, *failed, *_NOT_SERVED)
+    received_s = sent.received_s
+    n = len(received_s)
+    times_s = fate.token_times_s
+    unserved = _NOT_REFUSED
+    if sent.gave_up_s is not None:
+        # The engine may have gone on for a moment; the record holds what the client got.
+        times_s = times_s[:n]
+        ended_s, outcome, reason = sent.gave_up_s, Outcome.TIMEOUT, FinishReason.ABORT
+    else:
+        assert fate.finish_reason is not None
+        assert sent.ended_s is not None
+        ended_s, outcome, reason = sent.ended_s, OUTCOMES[fate.finish_reason], fate.finish_reason
+        if sent.error is not None:
+            unserved = (None, None, None, error_text(sent.error))
+    lists = (times_s, received_s, [1] * n) if n and keeps_times else (None, None, None)
+    ticket = fate.ticket
+    return (
+        *known,
+        ticket.inflight_before,
+        ended_s,
+        outcome,
+        *unserved,
+        sent.returned_s,
+        fate.reserved_s,
+        fate.tokenized_s,
+        fate.first_scheduled_s,
+        times_s[0] if n else None,
+        times_s[-1] if n else None,
+        fate.finished_s,
+        ticket.released_s,
+        received_s[0] if n else None,
+        received_s[-1] if n else None,
+        reason,
+        sent.prompt_tokens,
+        0,  # there is no prefix cache: every prompt token is computed
+        n,
+        *lists,
+    )
+
+
+def unsent_values(index: int, arrival: Arrival, gave_up_s: float | None, why: str) -> tuple[Any, ...]:
+    """The row of a request that the client held back to the end."""
+    known = index, arrival.time_s, None, None, 0, None, None, gave_up_s
+    return (*known, Outcome.INCOMPLETE, None, None, None, why, *_NOT_SERVED)
+
+
+class InOrder:
+    """Hands rows on in the order of their indexes: whoever ends early waits for those before."""
+
+    def __init__(self, hand_on: Callable[[tuple[Any, ...]], None]) -> None:
+        self._hand_on = hand_on
+        self._early: dict[int, tuple[Any, ...]] = {}
+        self.count = 0
+        """Rows handed on."""
+
+    def add(self, index: int, row: tuple[Any, ...]) -> None:
+        self._early[index] = row
+        while self.count in self._early:
+            self._hand_on(self._early.pop(self.count))
+            self.count += 1

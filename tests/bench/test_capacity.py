@@ -1,0 +1,378 @@
+"""The search: on made-up servers whose right answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from roseinfer.bench.bracket import Axis, Edge, edge_of, find_edge
+from roseinfer.bench.capacity import NO_LIMIT, LimitSearch, RateSearch
+from roseinfer.bench.judgement import Verdict
+from roseinfer.bench.options import SweepOptions
+from roseinfer.bench.probe import Probe, Prober
+from roseinfer.bench.recommend import Judgement, parse_slo
+from roseinfer.bench.shares import share_gap, share_interval
+from roseinfer.bench.stats import Interval
+
+PASS, FAIL, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.UNKNOWN
+
+RATES = Axis(1.0, 1000.0, 0.05, is_whole=False)
+WHOLE = Axis(1.0, 1000.0, 0.05, is_whole=True)
+
+
+# --- the edge
+
+
+@pytest.mark.parametrize("start", [1.0, 30.0, 43.0, 1000.0])
+def test_the_edge_is_found_from_anywhere(start: float) -> None:
+    edge = find_edge(lambda x: PASS if x <= 42.5 else FAIL, RATES, start, better=-1)
+
+    assert edge.holds is not None
+    assert edge.fails is not None
+    assert edge.holds <= 42.5 < edge.fails <= 1.05 * edge.holds
+
+
+def test_whole_numbers_are_told_apart_where_the_tolerance_asks_for_it() -> None:
+    assert find_edge(lambda x: PASS if x >= 7 else FAIL, WHOLE, 32.0, better=1) == Edge(7.0, 6.0)
+
+
+def test_what_cannot_be_told_makes_the_answer_wider_and_both_its_ends_are_sought() -> None:
+    def verdict(x: float) -> Verdict:
+        return PASS if x <= 40 else FAIL if x >= 60 else UNKNOWN
+
+    holds, fails = find_edge(verdict, RATES, 10.0, better=-1)
+
+    assert holds is not None
+    assert fails is not None
+    assert 40 / 1.05 <= holds <= 40
+    assert 60 <= fails <= 60 * 1.05
+
+
+@pytest.mark.parametrize(
+    ("verdict", "edge"), [(PASS, Edge(1000.0, None)), (FAIL, Edge(None, 1.0)), (UNKNOWN, Edge(None, None))]
+)
+def test_an_edge_outside_of_the_axis_is_not_made_up(verdict: Verdict, edge: Edge) -> None:
+    assert find_edge(lambda _: verdict, RATES, 30.0, better=-1) == edge
+
+
+def test_a_pass_beyond_a_fail_is_not_believed() -> None:
+    assert edge_of({10.0: PASS, 30.0: FAIL, 50.0: PASS}, better=-1) == Edge(10.0, 30.0)
+    assert edge_of({10.0: PASS, 30.0: FAIL, 50.0: PASS}, better=1) == Edge(50.0, 30.0)
+
+
+def test_nothing_is_tried_twice_and_little_is_tried() -> None:
+    tried: list[float] = []
+
+    def verdict(x: float) -> Verdict:
+        tried.append(x)
+        return PASS if x <= 42.5 else FAIL
+
+    find_edge(verdict, RATES, 30.0, better=-1)
+
+    assert len(tried) == len(set(tried)) <= 7
+
+
+# --- made-up servers
+
+
+class Server(Prober):
+    """A p99 TTFT and a share that is not served, as functions of rate and limit. `given` is a rate of its own."""
+
+    def __init__(
+        self,
+        p99_ms: Callable[[float, float], float],
+        lost: Callable[[float, float], float] = lambda rate, limit: 0.0,
+        *,
+        slo: str = "p99_ttft:250",
+        given: float = 10.0,
+        spread: float = 0.01,
+        busy: float = 20.0,
+        peak: int | None = 100,
+    ) -> None:
+        self.options = SweepOptions(request_rate=str(given))
+        self.tried: list[str] = []
+        self._slo = parse_slo(slo)
+        self._p99_ms, self._lost, self._rate = p99_ms, lost, given
+        self._spread, self._busy, self._peak = spread, busy, peak
+
+    def at_rate(self, rate: float) -> Probe:
+        return self._made(f"rate {rate:g}", self._p99_ms(rate, NO_LIMIT), self._lost(rate, NO_LIMIT))
+
+    def at_limit(self, limit: int | None) -> Probe:
+        at = NO_LIMIT if limit is None else float(limit)
+        return self._made(
+            f"inflight {limit or 'none'}", self._p99_ms(self._rate, at), self._lost(self._rate, at)
+        )
+
+    def one_at_a_time(self) -> Probe:
+        return self._made("one user", self._p99_ms(0.0, 1.0), 0.0)
+
+    def kept_busy(self) -> Probe:
+        return self._made("kept busy", self._p99_ms(self._busy, NO_LIMIT), 0.0)
+
+    def _made(self, name: str, p99_ms: float, lost: float) -> Probe:
+        self.tried.append(name)
+        around = Interval(p99_ms * (1 - self._spread), p99_ms, p99_ms * (1 + self._spread))
+        return Probe(
+            name=name,
+            is_simulated=False,
+            judgements=(Judgement(self._slo, around, 1600, None),),
+            not_served=Interval(lost, lost, lost),
+            max_not_served=0.05,
+            offered=200,
+            completed=1600,
+            throughput=self._busy,
+            peak_inflight=self._peak,
+            is_steady=True,
+            invalid=None,
+            folder=Path("runs") / name,
+        )
+
+
+def queue(rate: float, limit: float) -> float:
+    """A queue that explodes at 20 requests/s and takes 50 ms alone: 250 ms at 16."""
+    return 50 / (1 - rate / 20) if rate < 20 else 1e6
+
+
+def told(search: RateSearch | LimitSearch) -> str:
+    return " ".join(search.sentences("the goal"))
+
+
+# --- rates
+
+
+def test_the_largest_rate_lies_between_the_two_ends() -> None:
+    search = RateSearch(Server(queue), 0.05)
+    search.run()
+
+    holds, fails = search.edge
+    assert holds is not None
+    assert fails is not None
+    assert holds <= 16 <= fails <= holds * 1.06
+    assert f"The largest rate that keeps the goal lies between {holds:g} and {fails:g} requests/s." in told(
+        search
+    )
+    assert "Kept busy, the server completes 20 requests/s." in told(search)
+
+
+def test_a_wide_interval_is_not_decided_by_its_middle() -> None:
+    search = RateSearch(Server(queue, spread=0.2), 0.05)
+    search.run()
+
+    holds, fails = search.edge
+    assert holds is not None
+    assert fails is not None
+    assert queue(holds, NO_LIMIT) * 1.2 <= 250 < queue(fails, NO_LIMIT) * 0.8
+    assert "Between the two it cannot be told. More --repeats" in told(search)
+
+
+def test_an_slo_below_the_service_time_is_impossible_at_any_rate_and_no_rate_is_tried() -> None:
+    server = Server(queue, slo="p99_ttft:40")
+    search = RateSearch(server, 0.05)
+    search.run()
+
+    assert server.tried == ["one user"]
+    assert search.is_decided
+    assert told(search).startswith(
+        "the goal cannot be met at any rate: even of one request at a time p99 ttft 50.0 ms"
+    )
+
+
+def test_what_always_holds_holds_up_to_the_largest_rate_and_a_short_probe_is_named_as_such() -> None:
+    search = RateSearch(Server(lambda rate, limit: 50.0), 0.05)
+    search.run()
+
+    assert search.edge.fails is None
+    assert "the goal holds up to the largest rate that was tried, 1280 requests/s" in told(search)
+    assert "1280 is more than that: the queue grows" in told(search)
+
+
+def test_what_is_never_seen_to_hold_is_said_so() -> None:
+    search = RateSearch(Server(lambda rate, limit: 240.0 if rate == 0 else 300.0), 0.05)
+    search.run()
+
+    assert search.edge.holds is None
+    assert "No rate that was tried is sure to keep the goal" in told(search)
+
+
+def test_refusals_bound_the_rate_too() -> None:
+    search = RateSearch(
+        Server(lambda rate, limit: 50.0, lambda rate, limit: max(0.0, 1 - 8 / (rate or 1))), 0.05
+    )
+    search.run()
+
+    assert search.edge.holds is not None
+    assert search.edge.holds <= 8 / 0.95 <= search.edge.holds * 1.06
+
+
+def test_a_right_proposal_takes_a_handful_of_probes() -> None:
+    proposal = RateSearch(Server(queue), 0.05)
+    proposal.run()
+    server = Server(queue)
+    search = RateSearch(server, 0.05, proposal)
+    search.run()
+
+    holds, fails = search.edge
+    assert holds is not None
+    assert fails is not None
+    assert holds <= 16 <= fails <= holds * 1.06
+    assert [name.partition(" ")[0] for name in server.tried] == ["rate"] * 2
+
+
+@pytest.mark.parametrize("slower", [0.2, 0.8, 1.3, 5.0])
+def test_a_wrong_proposal_is_found_out(slower: float) -> None:
+    proposal = RateSearch(Server(queue), 0.05)
+    proposal.run()
+    search = RateSearch(Server(lambda rate, limit: queue(rate * slower, limit)), 0.05, proposal)
+    search.run()
+
+    holds, fails = search.edge
+    assert holds is not None
+    assert fails is not None
+    assert holds <= 16 / slower <= fails <= holds * 1.06
+
+
+def test_a_proposal_that_says_impossible_is_confirmed_by_one_measurement() -> None:
+    proposal = RateSearch(Server(queue, slo="p99_ttft:40"), 0.05)
+    proposal.run()
+    server = Server(queue, slo="p99_ttft:40")
+    search = RateSearch(server, 0.05, proposal)
+    search.run()
+
+    assert server.tried == ["one user"]
+    assert search.is_impossible
+
+
+def test_interrupted_it_tells_what_it_knows() -> None:
+    class Interrupted(Server):
+        def at_rate(self, rate: float) -> Probe:
+            if len(self.tried) == 5:
+                raise KeyboardInterrupt
+            return super().at_rate(rate)
+
+    search = RateSearch(Interrupted(queue), 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+
+    holds, fails = search.edge
+    assert holds is not None
+    assert fails is not None
+    assert holds < 16 < fails
+    assert "lies between" in told(search)
+
+
+# --- limits
+
+
+def waits(rate: float, limit: float) -> float:
+    return 10.0 * min(limit, 100)
+
+
+def refusals(rate: float, limit: float) -> float:
+    return max(0.0, (20 - limit) / 20)
+
+
+def test_the_limits_lie_between_too_many_refusals_and_too_long_a_wait() -> None:
+    search = LimitSearch(Server(waits, refusals), 0.01)
+    search.run()
+
+    assert search.smallest == Edge(19.0, 18.0)
+    assert search.largest == Edge(24.0, 26.0)  # 25 straddles
+    assert told(search).startswith("the goal is kept with limits from 19 to 24.")
+
+
+def test_each_bound_alone_can_empty_the_range() -> None:  # case H4
+    search = LimitSearch(Server(waits, refusals, slo="p99_ttft:150"), 0.01)
+    search.run()
+
+    assert search.largest.holds is None
+    assert search.is_decided
+    assert "None of the limits keeps the goal" in told(search)
+    assert "With a limit of 18 too many are" in told(search)
+    assert "One request at a time: p99 ttft 10.0 ms" in told(search)
+
+
+def test_no_limit_is_a_limit() -> None:
+    search = LimitSearch(Server(waits, refusals, slo="p99_ttft:5000"), 0.01)
+    search.run()
+
+    assert search.largest == Edge(NO_LIMIT, None)
+    assert told(search).startswith("the goal is kept with no limit, and from a limit of 19 on.")
+
+
+def test_what_is_lost_without_a_limit_no_limit_brings_back() -> None:
+    server = Server(waits, lambda rate, limit: 0.2)
+    search = LimitSearch(server, 0.01)
+    search.run()
+
+    assert server.tried == ["inflight none"]
+    assert told(search).startswith("the goal cannot be met at any limit: even with no limit")
+
+
+def test_a_server_that_does_not_say_its_peak_is_searched_up_to_what_was_offered() -> None:
+    search = LimitSearch(Server(waits, refusals, peak=None), 0.01)
+    search.run()
+
+    assert search.smallest == Edge(19.0, 18.0)
+
+
+def test_proposed_limits_are_measured_with_their_neighbours_only() -> None:
+    proposal = LimitSearch(Server(waits, refusals), 0.01)
+    proposal.run()
+    server = Server(waits, refusals)
+    search = LimitSearch(server, 0.01, proposal)
+    search.run()
+
+    assert (search.smallest, search.largest) == (proposal.smallest, proposal.largest)
+    assert len(server.tried) <= 6
+
+
+# --- one probe
+
+
+def probe(lo: float, hi: float, *, lost: float = 0.0, invalid: str | None = None) -> Probe:
+    made = Server(queue).at_rate(1.0)
+    judgement = replace(made.judgements[0], interval_ms=Interval(lo, (lo + hi) / 2, hi))
+    return replace(made, judgements=(judgement,), not_served=Interval(lost, lost, lost), invalid=invalid)
+
+
+@pytest.mark.parametrize(
+    ("made", "verdict"),
+    [
+        (probe(200, 250), PASS),
+        (probe(200, 251), UNKNOWN),
+        (probe(251, 300), FAIL),
+        (probe(-math.inf, math.inf), UNKNOWN),
+        (probe(200, 240, lost=0.06), FAIL),
+        (probe(200, 251, lost=0.06), FAIL),
+        (probe(200, 240, invalid="late"), UNKNOWN),
+        (probe(300, 340, invalid="late"), UNKNOWN),
+    ],
+)
+def test_a_probe_holds_or_fails_with_its_whole_interval(made: Probe, verdict: Verdict) -> None:
+    assert made.verdict is verdict
+
+
+def test_two_slos_must_both_hold() -> None:  # case H4
+    good, bad = probe(200, 240), probe(260, 300)
+
+    assert replace(good, judgements=(*good.judgements, *bad.judgements)).verdict is FAIL
+
+
+def test_a_share_has_an_interval_over_repeats() -> None:
+    lo, share, hi = share_interval([0, 10, 20, 10], [100] * 4, seed=0)
+
+    assert share == 0.1
+    assert 0 <= lo < 0.1 < hi <= 0.2
+    assert share_interval([10, 10], [100, 100], seed=0) == (0.1, 0.1, 0.1)
+    assert share_interval([10], [100], seed=0) == (-math.inf, 0.1, math.inf)
+
+
+def test_a_gap_is_taken_pair_by_pair() -> None:
+    a, b = [10, 50, 90, 20], [8, 48, 88, 18]  # repeats differ far more than the two do
+
+    assert share_gap(a, b, [100] * 4, seed=0) == pytest.approx((0.02, 0.02, 0.02))
