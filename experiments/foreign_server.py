@@ -64,10 +64,10 @@ def _export(folder: Path) -> None:
 
 
 def _server(python: Path) -> list[str]:
-    """`env`, so that the record shows what was set. The bench lets its own idle OpenMP threads sleep: not theirs."""
+    """`env`, so that the record shows what was set."""
     variables = [f"{name}={value}" for name, value in VARIABLES.items()]
     module = "vllm.entrypoints.openai.api_server"
-    return ["env", "-u", "OMP_WAIT_POLICY", *variables, str(python), "-W", "ignore", "-m", module]
+    return ["env", *variables, str(python), "-W", "ignore", "-m", module]
 
 
 if __name__ == "__main__":

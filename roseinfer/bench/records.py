@@ -18,8 +18,8 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     inflight_at_send                              admission's own count             what this client had outstanding
     status_code, server_queue_s, server_prefill_s null                              as the server says
 
-The simulated target fills what the in-process one does, but with --no-token-times no list: token_times_s, chunk_times_s,
-chunk_tokens and the members of steps are null.
+The simulated target fills what the in-process one does, but with --no-token-times no list: token_times_s,
+chunk_times_s, chunk_tokens and the members of steps are null.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Session:
         command: str | None = None,
     ) -> None:
         """`command` is what run.json says that the run was started with; None: this process's command line."""
-        sleep_while_waiting()  # part of the environment that a resumed run is compared with
+        if not experiment.is_http:  # a server that is started here waits as its own people want it to
+            sleep_while_waiting()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
         self._command = public_command(sys.argv) if command is None else command

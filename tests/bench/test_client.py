@@ -15,8 +15,8 @@ from roseinfer.bench import client
 from roseinfer.bench.client import Permits
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.records import REQUEST_SCHEMA, derive
+from roseinfer.bench.row_files import record_table
 from roseinfer.bench.rows import CellResult
-from roseinfer.bench.store import _table
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
@@ -35,7 +35,7 @@ def played(engine: ScriptedEngine, load: Workload, **flags: Any) -> CellResult:
     """The result of one cell, its requests as a reader gets them from their file."""
     made = experiment(**({"max_batch_size": 4, "tokenize_workers": 0} | flags))
     result = InProcessTarget(engine, made).run(made.cells[0], load)
-    requests: pd.DataFrame = _table(result.requests, REQUEST_SCHEMA).to_pandas()
+    requests: pd.DataFrame = record_table(result.requests, REQUEST_SCHEMA).to_pandas()
     return result._replace(requests=requests)
 
 

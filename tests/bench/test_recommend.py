@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import recommendation_quality
+import recommendation_quality
 from roseinfer.bench.recommend import Recommendation, Slo, parse_slo, recommend
 from roseinfer.bench.summary import limit_label, summarise
 from roseinfer.bench.wasted_work import wasted_share

@@ -16,9 +16,10 @@ MOST_SERIES: Final = 64
 
 _SAMPLE: Final = re.compile(rb"^([A-Za-z_:][\w:]*(?:\{[^\n]*?\})?)[ \t]+([-+\w.]+)[^\n]*$", re.MULTILINE)
 _NAMED: Final = re.compile(
-    rb"(?i)waiting|running|inflight|in_flight|queue|reject|refus|preempt|cache_usage|request"
+    rb"(?i)waiting|running|inflight|in_flight|queue|reject|refus|preempt|cache_usage|request|first_token"
 )
-_NOT_NAMED: Final = re.compile(rb"_(?:bucket|created)\b")
+_NOT_NAMED: Final = re.compile(rb"_(?:bucket|created)\b|^http_")
+"""Parts of histograms, and what a web framework counts about itself."""
 
 
 def read_metrics(body: bytes) -> dict[str, float]:
@@ -40,7 +41,9 @@ def read_metrics(body: bytes) -> dict[str, float]:
 
 
 class _Range(NamedTuple):
-    before: float
+    """`before` is None for a series that came up later: a counter is there once it has counted something."""
+
+    before: float | None
     least: float
     most: float
     after: float
@@ -89,7 +92,7 @@ class Scrape:
             return False
         values = read_metrics(answer.body) if answer.status == 200 else {}
         for name, value in values.items():
-            seen = self._series.get(name, _Range(value, value, value, value))
+            seen = self._series.get(name, _Range(None if self._samples else value, value, value, value))
             self._series[name] = _Range(seen.before, min(seen.least, value), max(seen.most, value), value)
         self._samples += bool(values)
         return bool(values)

@@ -56,6 +56,7 @@ class OpenAiServer:
     ) -> None:
         self.said: list[Said] = []
         self.asked: list[str] = []
+        self.metrics = metrics
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -67,7 +68,7 @@ class OpenAiServer:
                 found = {
                     "/v1/models": json.dumps({"data": [{"id": name} for name in models]}),
                     "/health": "{}",
-                    "/metrics": metrics,
+                    "/metrics": self.metrics,
                 }.get(handler.path)
                 _send(handler, (404, {}, b"") if found is None else (200, {}, found.encode()))
 

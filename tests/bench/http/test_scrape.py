@@ -12,6 +12,8 @@ vllm:num_requests_waiting{model_name="a b",engine="0"} 3.0
 vllm:num_requests_running 1e1
 vllm:request_latency_bucket{le="0.5"} 7
 http_requests_created 1.7e9
+http_requests_total{handler="/v1/completions"} 9
+vllm:time_to_first_token_seconds_sum 1.5
 python_gc_collections_total 12
 roseinfer_refusals_total{reason="max_inflight"} 4 1700000000
 queue_depth NaN
@@ -25,6 +27,7 @@ def test_series_about_requests_are_read_and_no_others() -> None:
         'vllm:num_requests_waiting{model_name="a b",engine="0"}': 3.0,
         "vllm:num_requests_running": 10.0,
         'roseinfer_refusals_total{reason="max_inflight"}': 4.0,
+        "vllm:time_to_first_token_seconds_sum": 1.5,
     }
 
 
@@ -43,6 +46,15 @@ def test_it_is_asked_before_and_after() -> None:
             "vllm:num_requests_waiting": {"before": 3.0, "least": 3.0, "most": 3.0, "after": 3.0},
         },
     }
+
+
+def test_a_counter_that_comes_up_during_a_cell_was_not_there_before() -> None:
+    with OpenAiServer(metrics=METRICS) as server:
+        with Scrape(Address.parse(server.url), every_s=3600) as scrape:
+            server.metrics = f"{METRICS}\nvllm:admission_rejections_total 24\n"
+    notes = scrape.notes()
+    assert notes is not None
+    assert notes["series"]["vllm:admission_rejections_total"]["before"] is None
 
 
 def test_a_server_without_metrics_is_asked_once() -> None:
