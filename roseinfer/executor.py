@@ -29,10 +29,33 @@ class Span(NamedTuple):
     samples: bool
 
 
+class Composition(NamedTuple):
+    """What a step computes, in the columns of steps.parquet."""
+
+    prefill_requests: int
+    prefill_tokens: int
+    prefill_attention_pairs: int
+    decode_requests: int
+    context_tokens: int
+
+
 class StepPlan(NamedTuple):
     """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty."""
 
     spans: list[Span]
+
+    def composition(self) -> Composition:
+        """What it computes. A token attends to itself and to all before it."""
+        prefills = prefill_tokens = attention_pairs = decodes = context_tokens = 0
+        for request, start, n_tokens, _ in self.spans:
+            if start >= request.prompt_len:
+                decodes += 1
+                context_tokens += start + 1
+            else:
+                prefills += 1
+                prefill_tokens += n_tokens
+                attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens)
 
 
 class StepResult(NamedTuple):

@@ -186,21 +186,11 @@ def step_values(
     number: int, step: StepRecord, t0: float, index_of: Callable[[int], int] | None
 ) -> tuple[Any, ...]:
     """A step's row in the order of STEP_COLUMNS. Without `index_of` it has no members."""
-    prefills = prefill_tokens = attention_pairs = decodes = context_tokens = 0
-    spans = step.plan.spans
-    for request, start, n_tokens, _ in spans:
-        if start >= request.prompt_len:
-            decodes += 1
-            context_tokens += start + 1
-        else:
-            prefills += 1
-            prefill_tokens += n_tokens
-            attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
     members = None
     if index_of is not None:
         members = [
             {"request_index": index_of(request.request_id), "start": start, "n_tokens": n_tokens}
-            for request, start, n_tokens, _ in spans
+            for request, start, n_tokens, _ in step.plan.spans
         ]
     return (
         number,
@@ -208,11 +198,7 @@ def step_values(
         step.result.exec_start_s - t0,
         step.result.exec_end_s - t0,
         step.published_s - t0,
-        prefills,
-        prefill_tokens,
-        attention_pairs,
-        decodes,
-        context_tokens,
+        *step.plan.composition(),
         0,
         step.waiting,
         step.running,

@@ -120,14 +120,7 @@ class CostModel:
 
         Nothing but sums and products in a fixed order: equal on every machine.
         """
-        prefill_tokens = attention_pairs = decode_requests = context_tokens = 0
-        for request, start, n_tokens, _ in plan.spans:
-            if start >= request.prompt_len:
-                decode_requests += 1
-                context_tokens += start + 1
-            else:
-                prefill_tokens += n_tokens
-                attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+        _, prefill_tokens, attention_pairs, decode_requests, context_tokens = plan.composition()
         cost = self.step
         return (
             cost.constant_s

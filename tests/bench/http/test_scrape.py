@@ -49,9 +49,8 @@ def test_it_is_asked_before_and_after() -> None:
 
 
 def test_a_counter_that_comes_up_during_a_cell_was_not_there_before() -> None:
-    with OpenAiServer(metrics=METRICS) as server:
-        with Scrape(Address.parse(server.url), every_s=3600) as scrape:
-            server.metrics = f"{METRICS}\nvllm:admission_rejections_total 24\n"
+    with OpenAiServer(metrics=METRICS) as server, Scrape(Address.parse(server.url), every_s=3600) as scrape:
+        server.metrics = f"{METRICS}\nvllm:admission_rejections_total 24\n"
     notes = scrape.notes()
     assert notes is not None
     assert notes["series"]["vllm:admission_rejections_total"]["before"] is None
