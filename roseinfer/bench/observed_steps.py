@@ -17,8 +17,11 @@ import pyarrow as pa
 
 from roseinfer.bench.records import flattened
 
-STEP_GAP_S: Final = 0.002
-"""A longer silence ends a step: writing to many streams takes less, and a step that computes takes more."""
+LEAST_GAP_S: Final = 0.002
+GAP_SHARE: Final = 0.25
+"""A silence ends a step if it is longer than this share of what usually lies between two tokens of a request, and than
+LEAST_GAP_S. Writing a step's tokens to many streams takes less, though tens of milliseconds of a busy server.
+"""
 
 
 def observed_steps(requests: pd.DataFrame) -> pd.DataFrame:
@@ -36,7 +39,9 @@ def observed_steps(requests: pd.DataFrame) -> pd.DataFrame:
 
 def _of_cell(cell: pd.DataFrame) -> pd.DataFrame:
     deliveries = _deliveries(cell)
-    number = _step_numbers(deliveries["time_s"].to_numpy(), deliveries["request"].to_numpy())
+    itl_s = deliveries.groupby("request")["time_s"].diff().median()
+    gap_s = np.fmax(LEAST_GAP_S, GAP_SHARE * itl_s)  # of single tokens there is no ITL, but NaN
+    number = _step_numbers(deliveries["time_s"].to_numpy(), deliveries["request"].to_numpy(), gap_s)
     is_first = deliveries["place"] == 0
     prompt = deliveries["prompt_tokens"].where(is_first, 0)
     step = (
@@ -91,13 +96,13 @@ def _deliveries(cell: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values("time_s", kind="stable", ignore_index=True)
 
 
-def _step_numbers(times_s: np.ndarray, requests: np.ndarray) -> np.ndarray:
+def _step_numbers(times_s: np.ndarray, requests: np.ndarray, gap_s: float) -> np.ndarray:
     """The step of each delivery, from 0: int64[deliveries]."""
     numbers = np.zeros(len(times_s), dtype=np.int64)
     seen: set[int] = set()
     number = 0
     for n, request in enumerate(requests.tolist()):
-        if n and (times_s[n] - times_s[n - 1] > STEP_GAP_S or request in seen):
+        if n and (times_s[n] - times_s[n - 1] > gap_s or request in seen):
             number += 1
             seen.clear()
         seen.add(request)

@@ -43,6 +43,12 @@ def test_a_second_delivery_of_a_request_is_another_step_however_near() -> None:
     assert observed(fast)["decode_requests"].tolist() == [0, 1, 1]
 
 
+def test_a_busy_server_may_take_a_part_of_a_step_to_write_its_tokens() -> None:
+    first = {"sent_s": 0.0, "prompt_tokens": 2, "chunk_times_s": [0.10, 0.20, 0.30]}
+    last = {"sent_s": 0.0, "prompt_tokens": 2, "chunk_times_s": [0.12, 0.22, 0.32]}
+    assert observed(first, last)["decode_requests"].tolist() == [0, 2, 2]
+
+
 def test_a_delivery_of_several_tokens_counts_them_in_what_follows() -> None:
     steps = observed({"sent_s": 0.0, "prompt_tokens": 2, "chunk_times_s": [0.1, 0.2], "chunk_tokens": [3, 1]})
     assert steps["context_tokens"].tolist() == [0, 5]
