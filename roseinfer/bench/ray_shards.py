@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,9 @@ from roseinfer.openmp import sleep_while_waiting
 
 NEWLINE: Final = "\n"
 
+CONNECT_S: Final = 5.0
+"""Patience with the place of a cluster."""
+
 
 class Cluster:
     """In its `with` this process is connected to a Ray cluster, or, with "local", has started one of its own.
@@ -43,6 +47,7 @@ class Cluster:
     def __enter__(self) -> Self:
         if not self._is_ours:
             return self
+        self._check_somebody_answers()
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # what Ray announces as its future default
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -66,6 +71,16 @@ class Cluster:
     ) -> None:
         if self._is_ours:
             ray.shutdown()
+
+    def _check_somebody_answers(self) -> None:
+        """Ray itself would try for minutes."""
+        host, colon, port = self.address.removeprefix("ray://").rpartition(":")
+        if not (colon and port.isascii() and port.isdigit()):
+            return  # no place on the network: Ray knows what it means, or says that it does not
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise InputError("--ray", self.address, f"no Ray cluster answers there: {error}") from error
 
     def cores(self) -> list[Place]:
         """A place for each CPU, to simulate on."""

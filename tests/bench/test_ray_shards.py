@@ -244,11 +244,19 @@ def test_a_cluster_that_does_not_answer_is_bad_input(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ray, "init", refused)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(InputError) as raised, Cluster("there:6379"):
+    with pytest.raises(InputError) as raised, Cluster("auto"):
         pass
-    assert str(raised.value) == (
-        "--ray 'there:6379': no Ray cluster answers there: ray client connection timeout"
-    )
+    assert str(raised.value) == "--ray 'auto': no Ray cluster answers there: ray client connection timeout"
+
+
+def test_a_place_where_nobody_listens_is_bad_input_before_ray_tries_for_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(InputError, match=f"--ray '{address}': no Ray cluster answers there"), Cluster(address):
+        pass
 
 
 @pytest.mark.parametrize(
