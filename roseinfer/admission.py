@@ -72,7 +72,8 @@ class Admission:
         self._backlog_tokens = 0
         self._integral_s = 0.0
         self._last_change_s: float | None = None
-        self._release_times_s: deque[float] = deque(maxlen=DRAIN_WINDOW)
+        self._busy_s = 0.0  # a clock that stands still while nobody holds a slot
+        self._releases_busy_s: deque[float] = deque(maxlen=DRAIN_WINDOW)
 
     def reserve(self, now: float, cost_tokens: int) -> Ticket:
         """Takes a slot, or raises SchedulerManagerOverloadedError without having touched anything."""
@@ -81,7 +82,10 @@ class Admission:
             if self.limit is not None and inflight >= self.limit:
                 self._refused += 1
                 raise SchedulerManagerOverloadedError(
-                    limit=self.limit, inflight=inflight, reason="inflight", retry_after_s=self._slot_gap_s()
+                    limit=self.limit,
+                    inflight=inflight,
+                    reason="inflight",
+                    retry_after_s=self._slot_gap_s(now),
                 )
             self._integrate(now)
             self._inflight += 1
@@ -133,7 +137,7 @@ class Admission:
             self._inflight -= 1
             self._released += 1
             self._backlog_tokens -= ticket.cost_tokens
-            self._release_times_s.append(now)
+            self._releases_busy_s.append(self._busy_s)
             return True
 
     @property
@@ -160,12 +164,19 @@ class Admission:
     def _integrate(self, now: float) -> None:
         if self._last_change_s is None:
             self._last_change_s = now
-        self._integral_s += self._inflight * (now - self._last_change_s)
+        passed_s = now - self._last_change_s
+        self._integral_s += self._inflight * passed_s
+        if self._inflight:
+            self._busy_s += passed_s
         self._last_change_s = now
 
-    def _slot_gap_s(self) -> float | None:
-        """Mean time between the last releases: what a refused caller has to expect until a slot comes free."""
-        times = self._release_times_s
-        if len(times) < 2 or times[-1] <= times[0]:
+    def _slot_gap_s(self, now: float) -> float | None:
+        """What a refused caller has to expect until a slot comes free: the mean time between the last releases, or
+        the time since the last one where that is longer. Idle time does not count.
+        """
+        releases_s = self._releases_busy_s
+        if len(releases_s) < 2 or self._last_change_s is None:
             return None
-        return (times[-1] - times[0]) / (len(times) - 1)
+        mean_s = (releases_s[-1] - releases_s[0]) / (len(releases_s) - 1)
+        since_s = self._busy_s + (now - self._last_change_s) - releases_s[-1]
+        return max(mean_s, since_s) if mean_s > 0.0 else None  # slots that came free at once show no rate

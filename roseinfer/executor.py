@@ -1,6 +1,7 @@
 """The border between the scheduling core and whatever computes: steps go in, token ids and stamps come out.
 
-`TorchExecutor` (engine/), `SimExecutor` (sim/) and the tests' scripted executor stand behind it. No torch here.
+`TorchExecutor` (engine/) and the tests' scripted executor stand behind it; the simulator takes its plans and steps, and
+computes nothing. No torch here.
 """
 
 from __future__ import annotations

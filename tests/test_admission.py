@@ -231,7 +231,32 @@ def test_retry_after_is_unknown_when_all_slots_came_free_at_once() -> None:
         admission.release(ticket, 3.0)
     for _ in range(2):
         admission.reserve(3.0, COST)
-    assert refused(admission).retry_after_s is None
+    assert refused(admission, 3.001).retry_after_s is None
+
+
+def test_retry_after_counts_no_time_in_which_nobody_held_a_slot() -> None:
+    admission = Admission(4)
+    for burst_s in (0.0, 600.0):
+        tickets = [admission.reserve(burst_s, COST) for _ in range(4)]
+        for n, ticket in enumerate(tickets, 1):
+            admission.release(ticket, burst_s + 0.1 * n)
+    for _ in range(4):
+        admission.reserve(1200.0, COST)
+    assert refused(admission, 1200.0).retry_after_s == pytest.approx(0.1)
+
+
+def test_retry_after_is_at_least_the_time_since_the_last_release() -> None:
+    admission = Admission(2)
+    first, second = (admission.reserve(0.0, COST) for _ in range(2))
+    admission.release(first, 1.0)
+    third = admission.reserve(1.0, COST)
+    admission.release(second, 2.0)
+    admission.reserve(2.0, COST)
+    assert refused(admission, 2.5).retry_after_s == pytest.approx(1.0)
+    assert refused(admission, 9.0).retry_after_s == pytest.approx(7.0)
+    admission.release(third, 9.0)
+    admission.reserve(9.0, COST)
+    assert refused(admission, 9.0).retry_after_s == pytest.approx(4.0)
 
 
 def test_many_threads_get_exactly_the_limit() -> None:  # case A2, the counter alone

@@ -103,12 +103,12 @@ class RateSearch:
                 f" {self.probes[lowest].describe()}."
             )
         elif fails is None:
-            at = self.probes[holds].describe()
-            lines.append(f"{goal} holds up to the largest rate that was tried, {holds:g} requests/s: {at}.")
+            most = f"{goal} holds up to the largest rate that was tried, {holds:g} requests/s"
+            lines.append(f"{most}, over {self.probes[holds].size}: {self.probes[holds].describe()}.")
         else:
             lines += [
                 f"The largest rate that keeps {goal} lies between {holds:g} and {fails:g} requests/s.",
-                f"At {holds:g} it holds: {self.probes[holds].describe()}.",
+                f"At {holds:g} it holds, over {self.probes[holds].size}: {self.probes[holds].describe()}.",
                 f"At {fails:g} it fails: {self.probes[fails].describe()}.",
             ]
             if fails > holds * (1 + self.tolerance):
@@ -117,9 +117,11 @@ class RateSearch:
 
     def _notes(self, holds: float | None, fails: float | None) -> list[str]:
         notes = []
-        if self.busy is not None:
-            most = self.busy.throughput
-            notes.append(f"Kept busy, the server completes {most:.3g} requests/s.")
+        # Where a proposal is right, it is the only one that kept a server busy.
+        busy = self.busy if self.proposal is None else self.busy or self.proposal.busy
+        if busy is not None:
+            most, server = busy.throughput, "simulated server" if busy.is_simulated else "server"
+            notes.append(f"Kept busy, the {server} completes {most:.3g} requests/s.")
             if holds is not None and holds > most:
                 notes.append(
                     f"{holds:g} is more than that: the queue grows for as long as such a load lasts, and a probe is"
@@ -176,7 +178,7 @@ class LimitSearch:
         if not _serves_enough(unlimited):
             return
         # A limit of what was in flight without one refuses nobody.
-        top = float(max(1, unlimited.peak_inflight or unlimited.offered))
+        top = float(max(1, unlimited.peak_inflight or max(unlimited.offered)))
         proposed = Edge(None, None) if self.proposal is None else self.proposal.smallest
         self._find(attrgetter("served_verdict"), (1.0, top), 1, proposed)
         enough = self.smallest.holds
@@ -229,7 +231,8 @@ class LimitSearch:
             lines = [f"{goal} is kept with no limit, and from a limit of {enough:g} on."]
         else:
             lines = [f"{goal} is kept with limits from {enough:g} to {most:g}."]
-        lines.append(f"With {_limit(enough)} few enough are refused: {self._figures(enough)}.")
+        size = self.probes[enough].size
+        lines.append(f"With {_limit(enough)} few enough are refused, over {size}: {self._figures(enough)}.")
         if smallest.fails is not None:
             lines.append(f"With {_limit(smallest.fails)} too many are: {self._figures(smallest.fails)}.")
         if most is not None and most != enough:

@@ -10,6 +10,7 @@ from roseinfer.bench.bracket import Edge
 from roseinfer.bench.capacity import NO_LIMIT, LimitSearch, RateSearch
 from roseinfer.bench.probe import WORDS, Probe
 from roseinfer.bench.recommend import Slo
+from roseinfer.bench.recommend_report import about_intervals
 from roseinfer.bench.verdicts import Row, aligned, interval_text, number_text
 
 Search = RateSearch | LimitSearch
@@ -40,9 +41,10 @@ def lines(searches: Sequence[Search], goal: str, *, is_complete: bool) -> list[s
         counts = f"{len(probes)} probes were measured."
     if simulated == len(probes):
         counts = f"All {simulated} probes were simulated."
+    repeats = min(len(probe.offered) for probe in probes)
     return [
         *table,
-        "Note: not served: refused, timed out or failed, of the offered; intervals at 95 %, over repeats",
+        f"Note: not served: refused, timed out or failed, of the offered; {about_intervals(repeats)}",
         "",
         *([] if is_complete else ["What is known so far:"]),
         *searches[-1].sentences(goal),

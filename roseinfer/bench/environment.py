@@ -38,9 +38,23 @@ REMOTE: Final = "remote"
 """Stands for the name of any other machine."""
 
 _GIT_TIMEOUT_S: Final = 2.0
-_SECRET: Final = re.compile(
-    r"(--?[\w-]*(?:api-?key|secret|password)(?![\w-])[= ]\s*|\b\w*(?:TOKEN|KEY|SECRET|PASSWORD)=)\S+"
+_SECRET_NAME: Final = r"(?:key|token|secret|password|passwd|credentials?)"
+_VALUE: Final = r"""(?:'[^']*(?:'|\Z)|"(?:\\.|[^"])*(?:"|\Z)|(?!]](?:\s|\Z))(?:\\.|[^\s"']))+"""
+"""A word of a shell; a quote that nobody closed goes to the end, and ]] ends what --target-cmd may leave out."""
+
+_SECRETS: Final = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        rf"((?:(?-i:\b\w*(?:TOKEN|KEY|SECRET|PASSWORD))|(?:\b|[-_])(?:api)?{_SECRET_NAME})=){_VALUE}",
+        rf"((?<![\w-])--?(?:[\w-]*[-_])?(?:api)?{_SECRET_NAME}\s+)(?!--|\[\[){_VALUE}(?:\s+(?!-|\[\[){_VALUE})*",
+        (
+            r"""(\b(?:authorization|[\w-]{0,64}(?:api[-_]?key|secret|password|[-_]token))["']?\s*:[\s\["']*)"""
+            r"""[^"'\s][^"']*?(?=["']|\s--?\w|\Z)"""
+        ),
+        r"""(\bbearer\s+)[^\s"'*]+""",
+    )
 )
+"""NAME=value, options with all their values up to the next option, headers and fields of JSON, and what is left."""
 _URL_OR_PATH: Final = re.compile(r"""https?://\S+|(?<![\w.~/])(?:~\w*|\.\.?)?/[^\s"']+""")
 
 
@@ -78,8 +92,12 @@ def public_command(argv: Iterable[str]) -> str:
             public.append(REMOTE)
         elif word.startswith("--ray=") and word != "--ray=local":
             public.append(f"--ray={REMOTE}")
+        elif before == "--target-cmd":
+            public.append(public_words(word))
+        elif word.startswith("--target-cmd="):
+            public.append(f"--target-cmd={public_words(word.removeprefix('--target-cmd='))}")
         else:
-            public.append(public_words(word) if before == "--target-cmd" else _public(word))
+            public.append(_public(word))
     return shlex.join(public)
 
 
@@ -90,7 +108,7 @@ def public_text(text: str) -> str:
 
 def public_words(command: str) -> str:
     """A command line that is one word of ours, as `public_command` has ours; its own words have no spaces in them."""
-    return " ".join(map(_public, _SECRET.sub(r"\1***", command).split()))
+    return " ".join(map(_public, _without_secrets(command).split()))
 
 
 def is_loopback(host: str) -> bool:
@@ -160,9 +178,15 @@ class GcPauses:
 
 
 def _public(word: str) -> str:
-    word = _SECRET.sub(r"\1***", word)
+    word = _without_secrets(word)
     option, value = re.fullmatch(r"((?:--?[\w-]+|\w+)=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     return option + ",".join(map(_public_part, value.split(",")))
+
+
+def _without_secrets(text: str) -> str:
+    for secret in _SECRETS:
+        text = secret.sub(r"\1***", text)
+    return text
 
 
 def _public_part(part: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from roseinfer.bench.environment import public_url, public_words
+from roseinfer.bench.environment import public_text, public_url, public_words
 from roseinfer.bench.flag_values import LARGEST, check_spread, whole_numbers, wrong
 from roseinfer.bench.http_options import LIMIT_WORD
 from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
@@ -156,6 +156,8 @@ class Experiment:
         if self.is_http:
             values["timeout"] = self.load.timeout_s
             values["target"] = public_url(self.options.target)
+            if (model := self.options.model) is not None:
+                values["model"] = public_text(model)
             if (command := self.options.target_cmd) is not None:
                 values["target_cmd"] = public_words(command)
             if (tokenizer := self.options.tokenizer) is not None:

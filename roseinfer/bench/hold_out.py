@@ -64,7 +64,11 @@ def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
     if any(run.is_remote for run in runs):
         why = "a server does not say how large its batches are, to predict its cells: --hold-out none fits to all"
         raise InputError("--hold-out", f"{share:g}", why)
-    places = choose(cells, share, seed)
+    as_they_bind = pd.concat([_as_limits_bind(run) for run in runs], ignore_index=True)
+    if len(as_they_bind.drop_duplicates()) < 2:
+        why = "all cells ask for the same, so that none is unlike the rest: --hold-out none fits to them"
+        raise InputError("--hold-out", f"{share:g}", why)
+    places = choose(as_they_bind, share, seed)
     is_out = cells.index.isin(places)
     fitted, held_out = (
         [run.only(set(part.loc[part["run"] == number, "cell_id"])) for number, run in enumerate(runs)]
@@ -88,16 +92,28 @@ def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
     )
 
 
+def _as_limits_bind(run: MeasuredRun) -> pd.DataFrame:
+    """The FACTORS of the run's cells, without the limits of those that had no more requests than that."""
+    cells = run.cells()
+    counts = run.requests.groupby(["cell_id", "repeat"], observed=True).size()
+    most = cells["cell_id"].map(counts.groupby("cell_id", observed=True).max())
+    limit = cells["max_inflight"].astype("Float64")
+    return cells[list(FACTORS)].assign(max_inflight=limit.where((limit < most).fillna(False)))
+
+
 def choose(cells: pd.DataFrame, share: float, seed: int) -> list[int]:
     """The places of the cells to hold out: at least one, and not all. `cells` has the columns of FACTORS.
 
     Some that `seed` picks, exchanged with others as long as that brings the levels of the factors nearer to an even
-    spread over both sides.
+    spread over both sides. Cells of the same factors stay together: who has seen one has seen the others.
     """
-    n = len(cells)
-    has_level = np.column_stack(
+    twins = cells.groupby(list(FACTORS), dropna=False, sort=False).ngroup().to_numpy()
+    of_cell = np.column_stack(
         [pd.get_dummies(cells[factor], dummy_na=True).to_numpy(np.float64) for factor in FACTORS]
     )
+    n = int(twins.max()) + 1
+    has_level = np.zeros((n, of_cell.shape[1]))
+    np.add.at(has_level, twins, of_cell)
     order = np.random.default_rng(seed).permutation(n)
     n_out = min(max(int(n * share), 1), n - 1)
     out, rest = order[:n_out], order[n_out:]
@@ -107,7 +123,8 @@ def choose(cells: pd.DataFrame, share: float, seed: int) -> list[int]:
         change = (2 * off * exchanged + exchanged**2).sum(axis=2)  # of the sum of squares of `off`
         one, other = np.unravel_index(np.argmin(change), change.shape)
         if change[one, other] >= -_EVEN:
-            return sorted(out.tolist())
+            places: list[int] = np.flatnonzero(np.isin(twins, out)).tolist()
+            return places
         out[one], rest[other] = rest[other], out[one]
 
 

@@ -15,7 +15,7 @@ from roseinfer.bench.load import check_shape
 from roseinfer.bench.seeds import BLOCK_ROWS
 from roseinfer.bench.sim_target import SimTarget
 from roseinfer.sim.cost_model import CostModel
-from roseinfer.sim.saturation import burst_of, capacity
+from roseinfer.sim.saturation import burst_of, saturated_rate
 
 DRAWN_REQUESTS: Final = 1024
 """Requests of a saturating burst whose lengths vary, at least."""
@@ -29,13 +29,13 @@ def at_load(experiment: Experiment) -> Experiment:
     """
     options, load = experiment.options, experiment.load
     assert options.cost_model is not None
-    model = replace(CostModel.read(options.cost_model), noise=None)
+    model = CostModel.read(options.cost_model).in_the_mean()
     target = SimTarget(model, experiment)
     experiment.check_fits(target.max_model_len)
     limits = target.limits(experiment.cells[0])
     costs = model.costs(0, as_text=not options.pretok, tokenize_workers=options.tokenize_workers)
     capacities = {
-        lengths: capacity(*_lengths(experiment, lengths, burst_of(limits), target), limits, costs)
+        lengths: saturated_rate(*_lengths(experiment, lengths, burst_of(limits), target), limits, costs)
         for lengths in dict.fromkeys((cell.prompt_len, cell.output_len) for cell in experiment.cells)
     }
     cells = []

@@ -3,9 +3,9 @@
 Requests are "at once" that share their due time exactly: bursts, also on top of other arrivals. Those that the
 client's own cap held back were due when their permit came. A closed loop has no schedule to keep.
 
-One request in a hundred may be late. Of fewer than a hundred that are not at once one may, the latest: their p99 would
-be their maximum, and a single send that the machine held up would make the run invalid. It is in no rule here. Its
-latency counts from the schedule all the same.
+One request in a hundred may be late. Of 20 to 99 that are not at once one may, the latest: their p99 would be their
+maximum, and a single send that the machine held up would make the run invalid. It is in no rule here. Its latency
+counts from the schedule all the same. Of fewer than 20 one is too large a part of what was measured: all count.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ clock that counts a year of uptime resolves 4 ns).
 
 _BURST_SPREAD_S: Final = 5e-3
 _BURST_SPREAD_S_PER_REQUEST: Final = 150e-6
+_FEWEST_EXCUSED: Final = 20
 _FEWEST_WITH_P99: Final = 100
 _SEND_LAG_S: Final = 2e-3
 _SEND_LAG_SHARE_OF_TTFT: Final = 0.05
@@ -159,9 +160,9 @@ def _burst_spread(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> li
 
 
 def _latest_of_few(lag_s: NDArray[np.float64], apart: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The one that may be late; nobody where there is only one, or where a p99 says how many may be."""
+    """The one that may be late; nobody where one is many, or where a p99 says how many may be."""
     latest = np.zeros_like(apart)
-    if 1 < np.count_nonzero(apart) < _FEWEST_WITH_P99:
+    if _FEWEST_EXCUSED <= np.count_nonzero(apart) < _FEWEST_WITH_P99:
         latest[np.argmax(np.where(apart, lag_s, -np.inf))] = True
     return latest
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from roseinfer.bench.recommend import Evidence, Recommendation, Slo, recommend
+from roseinfer.bench.recommend import Evidence, Recommendation, Slo, best, recommend
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.resimulate import at_limits
 from roseinfer.bench.store import RunFolder
@@ -36,20 +36,23 @@ class Prediction(NamedTuple):
 
         Predictions are compared with predictions: a model that is off is off for both.
         """
-        best, chosen = self.predicted.chosen, self.measured.chosen
-        if best is None:
+        chosen, candidate = self.measured.chosen, best(self.between)
+        if chosen is None and candidate is None:
             return "Predicted, not measured: none of the limits between keeps the goal either."
-        if best not in self.between:
-            return "No limit between those measured is predicted to serve more within the goal."
-        label = limit_label(best.limit)
-        share = f"{100 * best.served_share:.1f} % served within the goal"
+        none_better = (
+            "No limit between those measured is predicted to keep the goal and to serve more within it."
+        )
+        if candidate is None:
+            return none_better
+        label = limit_label(candidate.limit)
+        share = f"{100 * candidate.served_share:.1f} % served within the goal"
         if chosen is None:
             return f"Predicted, not measured: {label} would keep it, with {share}. Measure it."
-        same = next((one for one in self.predicted.evidence if one.limit == chosen.limit), None)
-        against = "" if same is None else f" against {100 * same.served_share:.1f} % predicted for"
-        return (
-            f"Predicted, not measured: {label} would do better, {share}{against} {limit_label(chosen.limit)}."
-        )
+        same = next(one for one in self.predicted.evidence if one.limit == chosen.limit)
+        if candidate.served_share <= same.served_share:
+            return none_better
+        against = f"{100 * same.served_share:.1f} % predicted for {limit_label(chosen.limit)}"
+        return f"Predicted, not measured: {label} would do better, {share} against {against}."
 
 
 def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int]:

@@ -44,7 +44,7 @@ class Probe:
     judgements: tuple[Judgement, ...]
     not_served: Interval
     max_not_served: float
-    offered: int  # in one repeat
+    offered: tuple[int, ...]  # in each repeat
     completed: int
     throughput: float
     peak_inflight: int | None
@@ -69,6 +69,14 @@ class Probe:
     @property
     def verdict(self) -> Verdict:
         return _worst((self.slo_verdict, self.served_verdict))
+
+    @property
+    def size(self) -> str:
+        """How many requests it offered, in words."""
+        n = len(self.offered)
+        if len(set(self.offered)) == 1:
+            return f"{n} x {self.offered[0]} requests"
+        return f"{sum(self.offered)} requests in {n} repeats"
 
     def describe(self) -> str:
         """The figures in words."""
@@ -171,7 +179,7 @@ class Prober:
             judgements=found.evidence[0].judgements,
             not_served=share_interval(lost, offered, seed=self.options.seed),
             max_not_served=self._max_not_served,
-            offered=int(offered[0]),
+            offered=tuple(offered.astype(int).tolist()),
             completed=int(total["completed"]),
             throughput=float(total["request_throughput"]),
             peak_inflight=None if pd.isna(total["peak_inflight"]) else int(total["peak_inflight"]),

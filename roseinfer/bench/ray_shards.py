@@ -22,7 +22,7 @@ from roseinfer.bench import measurement
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.measurement import Bench, CellRun, Recorded
-from roseinfer.bench.shards import outcome, share_out
+from roseinfer.bench.shards import Lost, outcome, share_out
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.errors import InputError, RunError
 from roseinfer.model_source import local_path
@@ -163,6 +163,7 @@ class RayCrew:
         self._make_bench = make_bench
         self._idle: list[tuple[Any, Place]] = []
         self._busy: dict[Any, tuple[Any, Place, CellRun]] = {}
+        self._started: dict[Any, Any] = {}  # of each worker what it answers first
         self._folder: RunFolder | None = None
 
     def __enter__(self) -> Self:
@@ -195,13 +196,16 @@ class RayCrew:
         share_out(todo, self, begins)
 
     def has_room(self) -> bool:
+        alive = _nodes().keys()
+        self._idle = [(worker, place) for worker, place in self._idle if place.node_id in alive]
+        self._free = [place for place in self._free if place.node_id in alive]
         return bool(self._idle or self._free)
 
     def begin(self, run: CellRun) -> None:
         worker, place = self._worker()
         self._busy[worker.run.remote(run)] = worker, place, run
 
-    def wait(self) -> tuple[CellRun, str | None]:
+    def wait(self) -> tuple[CellRun, Lost | None]:
         if not self._busy:
             raise RunError("the Ray cluster has lost every machine that it had")
         (answered,), _ = ray.wait(list(self._busy), num_returns=1)
@@ -212,7 +216,7 @@ class RayCrew:
             ray.kill(worker)
             if place.node_id in _nodes():
                 self._free.append(place)
-            return run, _reason(error)
+            return run, Lost(_reason(error), began=_has_started(self._started[worker]))
         self._idle.append((worker, place))
         if isinstance(answer, Exception):
             raise answer
@@ -228,7 +232,9 @@ class RayCrew:
         place = self._free.pop(0)
         there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
         actor = ray.remote(_Worker).options(scheduling_strategy=there, **place.options)
-        return actor.remote(self._make_bench), place
+        worker: Any = actor.remote(self._make_bench)
+        self._started[worker] = worker.__ray_ready__.remote()
+        return worker, place
 
     @staticmethod
     def _check_same(folder: RunFolder, described: Described) -> None:
@@ -238,10 +244,14 @@ class RayCrew:
 
 
 def run_cells(
-    bench: Bench, address: str, folder: RunFolder, todo: Sequence[CellRun], begins: Callable[[CellRun], None]
+    bench: Bench,
+    places: Sequence[Place],
+    folder: RunFolder,
+    todo: Sequence[CellRun],
+    begins: Callable[[CellRun], None],
 ) -> None:
-    """Runs all of `todo`, cells of a simulation, on the CPUs of a cluster, and saves what comes back."""
-    with Cluster(address) as cluster, RayCrew(cluster.cores()[: len(todo)], partial(_given, bench)) as crew:
+    """Runs all of `todo`, cells of a simulation, on these places of a cluster, and saves what comes back."""
+    with RayCrew(places, partial(_given, bench)) as crew:
         crew.run_cells(folder, todo, begins)
 
 
@@ -262,6 +272,15 @@ def _warmed_up(load: Callable[[Experiment], Bench], experiment: Experiment) -> B
     bench = load(experiment)
     measurement.warm_up(experiment, bench.target, bench.source, lambda *_: None)
     return bench
+
+
+def _has_started(answer: Any) -> bool:
+    """Whether a worker that is lost has ever been there: its node may have been gone before."""
+    try:
+        ray.get(answer)
+    except RayError:
+        return False
+    return True
 
 
 def _reason(error: Exception) -> str:

@@ -19,7 +19,7 @@ import pandas as pd
 from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.records import FACTORS, Outcome, derive
-from roseinfer.bench.shares import share_gap
+from roseinfer.bench.shares import FEWEST_PAIRS, paired_gap
 from roseinfer.bench.stats import Interval, cluster_bootstrap, percentile_label, smallest_sample
 from roseinfer.bench.steady_state import steady_rows
 from roseinfer.bench.summary import limit_label, pooled, sort_cells
@@ -164,32 +164,37 @@ class Recommendation:
     @property
     def runner_up(self) -> Evidence | None:
         """What would be recommended if the chosen limit had not been tried."""
-        return _best([one for one in self.evidence if one is not self.chosen])
+        return best([one for one in self.evidence if one is not self.chosen])
 
-    def how_sure(self, *, seed: int) -> str | None:
-        """By how much the chosen limit is ahead of the runner-up, repeat by repeat; None where none is chosen."""
+    def how_sure(self) -> str | None:
+        """By how much the chosen limit is ahead of the runner-up, repeat by repeat; None where none is chosen.
+
+        The chosen one was picked for its lead, so of two that serve alike either may come to be tested: the interval
+        is two-sided. It is of the median repeat, by order statistics, which holds for any number of repeats.
+        """
         first, second = self.chosen, self.runner_up
         if first is None:
             return None
         if second is None:
             return "No other limit that was tried qualifies."
         both = sorted(first.repeats.keys() & second.repeats.keys())
-        lo, gap, hi = share_gap(
-            [first.repeats[repeat][0] for repeat in both],
-            [second.repeats[repeat][0] for repeat in both],
-            [first.repeats[repeat][1] for repeat in both],
-            seed=seed,
-        )
+        lo, _, hi = paired_gap([first.repeats[n] for n in both], [second.repeats[n] for n in both])
         other = limit_label(second.limit)
-        if lo == gap == hi == 0:
+        if both and all(first.repeats[n] == second.repeats[n] for n in both):
             return f"The runner-up, {other}, serves as many in every repeat: the larger limit was taken."
-        ahead = f"{100 * gap:.1f} points more of the offered requests are served within the goal than with {other}"
-        bounds = f"95 % {100 * lo:.1f} to {100 * hi:.1f} over {len(both)} paired repeats"
-        if not math.isfinite(lo):
-            return f"Not sure: {ahead}, the runner-up; one repeat cannot say whether by chance."
+        lead = 100 * (first.served_share - second.served_share)
+        ahead = (
+            f"{lead:.1f} points more of the offered requests are served within the goal than with {other},"
+            " the runner-up"
+        )
+        if len(both) < FEWEST_PAIRS:
+            few = "1 paired repeat is" if len(both) == 1 else f"{len(both)} paired repeats are"
+            why = f"{few} too few to tell whether by chance: that takes {FEWEST_PAIRS} at least"
+            return f"Not sure: {ahead}, but {why}."
+        bounds = f"median of {len(both)} paired repeats, 95 %: {100 * lo:.1f} to {100 * hi:.1f} points"
         if lo > 0:
-            return f"Sure of it: {ahead}, the runner-up ({bounds})."
-        return f"Not sure: {ahead}, the runner-up, and it may be chance ({bounds}): more repeats would tell."
+            return f"Sure of it: {ahead} ({bounds})."
+        return f"Not sure: {ahead}, and it may be chance ({bounds}): more repeats would tell."
 
 
 def recommend(
@@ -215,11 +220,12 @@ def recommend(
             for _, cell in combination.iterrows()
         )
         factors = {factor: float(first[factor]) for factor in swept if not pd.isna(first[factor])}
-        answers.append(Recommendation(factors, tuple(slos), evidence, _best(evidence)))
+        answers.append(Recommendation(factors, tuple(slos), evidence, best(evidence)))
     return answers
 
 
-def _best(evidence: Sequence[Evidence]) -> Evidence | None:
+def best(evidence: Sequence[Evidence]) -> Evidence | None:
+    """Of those that qualify, the one that serves most, and of several such the largest limit."""
     qualified = [one for one in evidence if one.qualifies]
     if not qualified:
         return None

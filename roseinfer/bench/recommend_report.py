@@ -7,16 +7,23 @@ from typing import Any, Final
 
 from roseinfer.bench.predicted_limits import Prediction
 from roseinfer.bench.recommend import Evidence, Recommendation
+from roseinfer.bench.report import FEW_REPEATS
 from roseinfer.bench.summary import limit_label
 from roseinfer.bench.verdicts import Row, aligned, interval_text, number_text
 
 LEGEND: Final = (
     "refused and served in goal: shares of the offered requests; wasted work: share of the computed tokens, prompts and"
-    " outputs, of requests that missed the goal or were cut off; intervals at 95 %, over repeats"
+    " outputs, of requests that missed the goal or were cut off"
 )
 
 
-def lines(found: Recommendation, prediction: Prediction | None, *, seed: int) -> list[str]:
+def about_intervals(repeats: int) -> str:
+    """What the intervals of a table are worth, whose cells have so many repeats at least."""
+    much_less = f", under {FEW_REPEATS} repeats far less" if repeats < FEW_REPEATS else ""
+    return f"intervals at 95 %, by resampling whole repeats: they cover less than that{much_less}"
+
+
+def lines(found: Recommendation, prediction: Prediction | None) -> list[str]:
     """The table of one combination of factors, and what follows from it."""
     columns = ["limit"]
     columns += [
@@ -27,7 +34,7 @@ def lines(found: Recommendation, prediction: Prediction | None, *, seed: int) ->
     if prediction is not None:
         rows += [(one, "predicted") for one in prediction.between]
     rows.sort(key=lambda row: math.inf if row[0].limit is None else row[0].limit)
-    sentences = [found.sentence(), price(found), found.how_sure(seed=seed)]
+    sentences = [found.sentence(), price(found), found.how_sure()]
     if prediction is not None:
         sentences.append(prediction.sentence())
     return [
@@ -48,10 +55,10 @@ def price(found: Recommendation) -> str | None:
     return f"The price: {own}; {other}."
 
 
-def to_json(found: Recommendation, prediction: Prediction | None, *, seed: int) -> dict[str, Any]:
+def to_json(found: Recommendation, prediction: Prediction | None) -> dict[str, Any]:
     """As `lines`; unbounded and not known are null, and so is no limit."""
     evidence = [{**_evidence(one), "how": "measured"} for one in found.evidence]
-    sentences = [found.sentence(), price(found), found.how_sure(seed=seed)]
+    sentences = [found.sentence(), price(found), found.how_sure()]
     if prediction is not None:
         evidence += [{**_evidence(one), "how": "predicted"} for one in prediction.between]
         sentences.append(prediction.sentence())

@@ -92,7 +92,7 @@ def capacity(options: CapacityOptions, given: Collection[str]) -> None:
         why = f"interrupted. To go on: the same command with --run-id {run_id}"
         print(f"roseinfer-bench: {why}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except RunError:
+    except (InputError, RunError):
         tell(is_complete=False)
         raise
     tell(is_complete=True)
@@ -229,14 +229,15 @@ def recommend(
     pairs = list(zip(found, predicted, strict=True))
     notes = [note for note in [side.unfinished()] if note is not None]
     if as_json:
-        answers = [report.to_json(one, prediction, seed=seed) for one, prediction in pairs]
+        answers = [report.to_json(one, prediction) for one, prediction in pairs]
         print(
             json.dumps(
                 {"run": side.name, "recommendations": answers, "notes": notes}, indent=1, allow_nan=False
             )
         )
         return
-    text = ["\n".join(report.lines(one, prediction, seed=seed)) for one, prediction in pairs]
+    text = ["\n".join(report.lines(one, prediction)) for one, prediction in pairs]
     print("\n\n".join(text))
-    for note in [*notes, report.LEGEND]:
+    repeats = min(len(evidence.repeats) for one in found for evidence in one.evidence)
+    for note in [*notes, f"{report.LEGEND}; {report.about_intervals(repeats)}"]:
         print(f"Note: {note}")

@@ -348,16 +348,23 @@ def load_lines(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def client_lines(facts: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
-    """For each cell whose client was busy most of the time: then the server may not be what was slow."""
+    """For each cell whose client was busy most of the time, when the server may not be what was slow, or sent again."""
     busiest: dict[str, float] = {}
+    resent: dict[str, int] = {}
     for (cell_id, _), known in facts.items():
-        share = (known.get("client") or {}).get("busy_share", 0.0)
-        busiest[cell_id] = max(busiest.get(cell_id, 0.0), share)
+        client = known.get("client") or {}
+        busiest[cell_id] = max(busiest.get(cell_id, 0.0), client.get("busy_share", 0.0))
+        resent[cell_id] = resent.get(cell_id, 0) + client.get("resent", 0)
     return [
         f"Warning: {cell_id}: the client was busy {100 * share:.0f} % of the time, more than {100 * BUSY_CLIENT:g} %:"
         " it may have been the bottleneck (--client-workers)"
         for cell_id, share in busiest.items()
         if share > BUSY_CLIENT
+    ] + [
+        f"{cell_id}: {n} {'requests were' if n > 1 else 'request was'} sent again: the server closed an idle connection"
+        " as it went out"
+        for cell_id, n in resent.items()
+        if n
     ]
 
 

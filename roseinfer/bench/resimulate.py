@@ -95,9 +95,11 @@ def at_limits(
 ) -> pd.DataFrame:
     """The requests of the run as `predicted` has them, but at these limits, which nobody need have measured.
 
-    None is no limit. Raises what `resimulated` raises.
+    None is no limit. No times of single tokens are kept: there may be many limits. Raises what `resimulated` raises.
     """
     experiment = _experiment(folder, model, sizes)
+    options = dataclasses.replace(experiment.options, no_token_times=True)
+    experiment = dataclasses.replace(experiment, options=options)
     shapes = dict.fromkeys(cell.shape for cell in experiment.cells)
     facts_of = {repeat: facts for (_, repeat), facts in folder.read_facts().items()}
     runs = [

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from roseinfer.sim.cost_model import LARGEST_RATIO
+
 FAR_OUT_FENCE: Final = 3.0
 """Quartile distances above the upper quartile from where a value is "far out" (Tukey, Exploratory Data Analysis)."""
 
@@ -49,7 +51,9 @@ def robust_fit(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> Ro
         moved = np.abs(coefficients - before[0]).max() > _SETTLED * coefficients.max()
         if not moved and np.array_equal(stalled, before[1]):
             break
-    return RobustFit(coefficients, ratios, stalled)
+    # Nothing but what a file may hold bounds these: what a stall adds is all of it.
+    predicted = np.maximum(columns @ coefficients, seconds / LARGEST_RATIO)
+    return RobustFit(coefficients, seconds / predicted, stalled)
 
 
 def _non_negative(

@@ -27,7 +27,7 @@ from roseinfer.bench.load_share import told_of_load
 from roseinfer.bench.options import flag
 from roseinfer.bench.progress import Progress
 from roseinfer.bench.recommend import Recommendation, parse_slo, recommend
-from roseinfer.bench.sim_target import SimTarget
+from roseinfer.bench.sim_target import SimTarget, outside_lines
 from roseinfer.bench.store import RunFolder, check_name, check_writable, differences, new_run_id
 from roseinfer.bench.workload import Workload, WorkloadSource
 from roseinfer.errors import InputError
@@ -90,6 +90,7 @@ class Session:
         else:
             self._simulated = SimTarget(CostModel.read(options.cost_model), experiment)
             experiment.check_fits(self._simulated.max_model_len)
+            self._simulated.check_fitted()
         if resume is None:
             check_name("--experiment-name", self._name)
             self._run_id = new_run_id(datetime.now(UTC)) if options.run_id is None else options.run_id
@@ -173,7 +174,7 @@ class Session:
         if self.experiment.is_http:
             return self._set_up_server(progress, claims)
         if self._simulated is not None:
-            return self._set_up_simulation(self._simulated)
+            return self._set_up_simulation(claims, self._simulated)
         if self.experiment.options.ray is not None:
             return self._set_up_cluster(progress, claims, self.experiment.options.ray)
         progress("loading the model")
@@ -186,7 +187,7 @@ class Session:
             partial(measurement.warm_up, self.experiment, bench.target, bench.source, progress),
         )
 
-    def _set_up_simulation(self, simulated: SimTarget) -> _Prepared:
+    def _set_up_simulation(self, claims: ExitStack, simulated: SimTarget) -> _Prepared:
         options = self.experiment.options
         source = WorkloadSource(self.experiment, None, vocab_size=0, max_model_len=simulated.max_model_len)
         source.notes += told_of_load(self.experiment)
@@ -195,7 +196,8 @@ class Session:
         if options.ray is not None:
             from roseinfer.bench import ray_shards
 
-            run_cells = partial(ray_shards.run_cells, bench, options.ray)
+            cluster = claims.enter_context(ray_shards.Cluster(options.ray))
+            run_cells = partial(ray_shards.run_cells, bench, cluster.cores())
         elif options.shards > 1:
             run_cells = partial(shards.run_cells, bench, options.shards)
         else:
@@ -241,7 +243,7 @@ class Session:
     def print_results(self, out: TextIO, *, reports: bool) -> None:
         """The reports of each repeat or the table, and what they say."""
         assert self.folder is not None
-        manifest = self.folder.manifest
+        manifest, facts = self.folder.manifest, self.folder.read_facts()
         width = shutil.get_terminal_size().columns if out.isatty() else None
         if reports:
             warmup_runs = self.experiment.warmup_runs if self._simulated is None else 0
@@ -261,7 +263,8 @@ class Session:
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
             *report.load_lines(manifest),
-            *report.client_lines(self.folder.read_facts()),
+            *report.client_lines(facts),
+            *outside_lines(facts.values()),
             *report.invalid_lines(self.summary),
         ]:
             print(line if width is None else textwrap.fill(line, width, subsequent_indent="  "), file=out)

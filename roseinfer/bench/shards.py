@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeVar
+from typing import Final, NamedTuple, Protocol, Self, TypeVar
 
 from roseinfer.bench import measurement
 from roseinfer.bench.http.parent import tie_to
@@ -29,6 +29,13 @@ END_S: Final = 5.0
 T = TypeVar("T")
 
 
+class Lost(NamedTuple):
+    """Why a worker is no more; `began`: its cell may have been the reason."""
+
+    reason: str
+    began: bool = True
+
+
 class Crew(Protocol):
     """Workers, each of which runs one cell at a time."""
 
@@ -40,8 +47,8 @@ class Crew(Protocol):
         """Gives it to a worker, which is started for it if need be."""
         ...
 
-    def wait(self) -> tuple[CellRun, str | None]:
-        """The next of those begun that is over, and of what its worker died; None: it is on disk.
+    def wait(self) -> tuple[CellRun, Lost | None]:
+        """The next of those begun that is over, and how its worker was lost; None: it is on disk.
 
         Raises what running or saving it raised.
         """
@@ -49,25 +56,29 @@ class Crew(Protocol):
 
 
 def share_out(todo: Sequence[CellRun], crew: Crew, begins: Callable[[CellRun], None]) -> None:
-    """Runs every cell of `todo`, and one whose worker dies a second time.
+    """Runs every cell of `todo`, and one whose worker dies a second time; one that never began is not counted.
 
     `begins` is told of each. Raises RunError for one that two workers died of, or what running a cell raised.
     """
-    left, running, died = deque(todo), 0, set[CellRun]()
+    left, running, told, died = deque(todo), 0, set[CellRun](), set[CellRun]()
     while left or running:
         while left and crew.has_room():
             run = left.popleft()
-            if run not in died:
+            if run not in told:
+                told.add(run)
                 begins(run)
             crew.begin(run)
             running += 1
-        run, death = crew.wait()
+        run, lost = crew.wait()
         running -= 1
-        if death is None:
+        if lost is None:
             continue
-        if run in died:
-            raise RunError(f"{run}: its worker died, and so did the one that ran it again ({death})")
-        died.add(run)
+        if lost.began:
+            if run in died:
+                raise RunError(
+                    f"{run}: its worker died, and so did the one that ran it again ({lost.reason})"
+                )
+            died.add(run)
         left.appendleft(run)
 
 
@@ -130,7 +141,7 @@ class Shards:
         with suppress(BrokenPipeError):  # it has died: `wait` finds that out
             pipe.send(run)
 
-    def wait(self) -> tuple[CellRun, str | None]:
+    def wait(self) -> tuple[CellRun, Lost | None]:
         pipe = wait(list(self._busy))[0]
         assert isinstance(pipe, Pipe)
         run = self._busy.pop(pipe)
@@ -139,12 +150,12 @@ class Shards:
         except (EOFError, ConnectionError):
             process = self._processes.pop(pipe)
             process.join(END_S)
-            death = f"exit code {process.exitcode}"
+            lost = Lost(f"exit code {process.exitcode}")
             process.kill()
             process.join()
             pipe.close()
             self._folder.clear_leftovers(run.key)
-            return run, None if run.key in self._folder.finished_cells() else death
+            return run, None if run.key in self._folder.finished_cells() else lost
         if failure is not None:
             raise failure
         self._idle.append(pipe)

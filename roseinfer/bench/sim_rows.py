@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from roseinfer.bench.records import Outcome
 from roseinfer.bench.rows import OUTCOMES, error_text
-from roseinfer.errors import SchedulerManagerOverloadedError
+from roseinfer.errors import InvariantError, SchedulerManagerOverloadedError
 from roseinfer.request import FinishReason, Request
 from roseinfer.sim.virtual import Arrival, Sent
 
@@ -100,3 +100,10 @@ class InOrder:
         while self.count in self._early:
             self._hand_on(self._early.pop(self.count))
             self.count += 1
+
+    def finish(self, offered: int) -> None:
+        """Raises InvariantError unless the rows of all `offered` requests were handed on."""
+        if self._early or self.count != offered:
+            raise InvariantError(
+                f"{offered} requests were offered, and {self.count} rows handed on; {len(self._early)} wait for others"
+            )

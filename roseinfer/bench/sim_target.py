@@ -6,7 +6,7 @@ complete, so that memory holds what is in flight and a row group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 from zlib import crc32
 
@@ -28,9 +28,10 @@ from roseinfer.bench.rows import (
 from roseinfer.bench.sim_rows import SENT_COLUMNS, InOrder, sent_values, unsent_values
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
+from roseinfer.errors import InputError
 from roseinfer.executor import StepRecord
 from roseinfer.sim.client import ClientRules
-from roseinfer.sim.cost_model import CostModel
+from roseinfer.sim.cost_model import COMPOSITION, CostModel, OutsideFitted
 from roseinfer.sim.costs import Costs
 from roseinfer.sim.virtual import Arrival, Sent, SimLimits, simulate
 
@@ -40,6 +41,13 @@ VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 LEAST_BATCHED_TOKENS: Final = 512
 MOST_TOKENS: Final = 1 << 20
 """What a request may span, and what the KV cache holds, where the user names neither: no bound in practice."""
+
+OUTSIDE_FITTED: Final = "outside_fitted"
+"""What a cell's facts call the steps that the cost model says nothing of."""
+
+_FIRST: Final = STEP_COLUMNS.index(COMPOSITION[0])
+_COMPOSITION: Final = slice(_FIRST, _FIRST + len(COMPOSITION))
+"""Where in a step's values its composition is."""
 
 
 class RowTaker(Protocol):
@@ -93,6 +101,8 @@ class SimTarget:
         steps = RowGroups(STEP_SCHEMA, STEP_COLUMNS, {}, lambda rows: taker.add("steps", rows))
         in_order = InOrder(requests.add)
         index_of = int if keeps_times else None  # request ids of a simulation are request indexes
+        fitted = self._cost_model.fitted
+        outside = None if fitted is None else OutsideFitted(fitted)
         n_steps = 0
 
         def on_request(sent: Sent) -> None:
@@ -100,8 +110,11 @@ class SimTarget:
 
         def on_step(step: StepRecord) -> None:
             nonlocal n_steps
-            steps.add(step_values(n_steps, step, 0.0, index_of))
+            values = step_values(n_steps, step, 0.0, index_of)
+            steps.add(values)
             n_steps += 1
+            if outside is not None:
+                outside.add(values[_COMPOSITION])
 
         run = simulate(
             _arrivals(first, blocks),
@@ -115,11 +128,12 @@ class SimTarget:
         for index, arrival in run.unsent:
             why = unsent_because(rules.max_concurrency)
             in_order.add(index, unsent_values(index, arrival, rules.duration_s, why))
+        in_order.finish(run.offered)
         requests.finish()
         steps.finish()
         counts = run.admission.counts()
         facts = CellFacts(
-            offered=in_order.count,
+            offered=run.offered,
             limit=cell.max_inflight,
             peak_inflight=counts.peak_inflight,
             inflight_integral_s=counts.inflight_integral_s,
@@ -130,11 +144,31 @@ class SimTarget:
             ramp_s=load.ramp_s if is_closed else None,
             ran_out_s=run.last_sent_s if load.ends_by_time_alone and run.is_exhausted else None,
         )
-        notes = {
+        notes: dict[str, Any] = {
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "kv_cache_tokens": limits.kv_cache_tokens,
         }
+        if outside is not None:
+            notes[OUTSIDE_FITTED] = outside.facts()
         return facts, notes
+
+    def check_fitted(self) -> None:
+        """Raises InputError for prompts so long that each of them makes a step unlike all that the model has seen."""
+        fitted, options = self._cost_model.fitted, self._experiment.options
+        if fitted is None or self._experiment.load.prompt_lengths.kind != "fixed":
+            return  # of lengths that vary, the facts of the cells say how many steps were too large
+        most = fitted.range["prefill_tokens"][1]
+        for cell in self._experiment.cells:
+            if cell.prompt_len is None:
+                continue
+            step_tokens = min(cell.prompt_len, self.limits(cell).max_num_batched_tokens)
+            if step_tokens > most:
+                raise InputError(
+                    "--prompt-len",
+                    str(cell.prompt_len),
+                    f"makes steps of {step_tokens} prefill tokens; --cost-model {options.cost_model} was fitted to at"
+                    f" most {most:g}",
+                )
 
     def end_block(self) -> None:
         """Every cell starts from an empty engine already."""
@@ -173,6 +207,24 @@ class SimTarget:
             duration_s=load.duration_s,
             timeout_s=load.timeout_s,
         )
+
+
+def outside_lines(facts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the simulated steps that the cost model says nothing of, from the facts of all cells."""
+    n_steps = n_outside = 0.0
+    columns = dict[str, None]()
+    for known in facts:
+        outside = known.get(OUTSIDE_FITTED) or {"steps": 0, "share": 0.0, "by_column": {}}
+        n_steps += outside["steps"]
+        n_outside += outside["steps"] * outside["share"]
+        columns |= dict.fromkeys(outside["by_column"])
+    if not columns:
+        return []
+    names = ", ".join(column for column in COMPOSITION if column in columns)
+    share = f"{100 * n_outside / n_steps:.3g} %"
+    return [
+        f"Warning: {share} of the simulated steps lie outside of what the cost model was fitted to, in {names}"
+    ]
 
 
 class _Frames:

@@ -106,9 +106,9 @@ def _check_not_simulated(o: RunOptions) -> None:
 
 def _check_server(o: RunOptions, given: Collection[str]) -> None:
     from roseinfer.bench.http.address import Address
-    from roseinfer.bench.http.server_process import check_command
+    from roseinfer.bench.http.server_process import check_command, check_place
 
-    Address.parse(o.target)
+    address = Address.parse(o.target)
     for field in NOT_OF_SERVERS:
         if field in given and getattr(o, field) not in (None, False):
             raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
@@ -132,6 +132,7 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
                 "max_inflight", o, f"is the server's to set: needs {flag('target_cmd')} with {{max_inflight}}"
             )
     else:
+        check_place(address)
         check_command(o.target_cmd, limits)
     api_key(o)
 

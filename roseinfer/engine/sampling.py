@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 from roseinfer.request import Request
+
+LEAST_TEMPERATURE: Final = 1e-6
+"""Below it a row is greedy: what cannot be told from 0 in float32 would make 0 / 0 of the best logit."""
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
@@ -19,7 +23,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     """
     chosen = logits.argmax(dim=-1)
     for row, request in enumerate(requests):
-        if request.params.temperature > 0.0:
+        if request.params.temperature >= LEAST_TEMPERATURE:
             position = request.prompt_len + len(request.output_ids)
             chosen[row] = _sample_row(logits[row], request, position)
     return chosen

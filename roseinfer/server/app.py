@@ -48,7 +48,7 @@ def create_app(
     write_timeout_s: how long a client may take nothing of its stream before its request ends.
     log_requests: prompts go to the log of `roseinfer.server`.
     tokenize_workers: at least 1, since with 0 a long prompt would hold up all streams.
-    manager_options: whatever else SchedulerManager takes.
+    manager_options: whatever else SchedulerManager takes, but for `unread_timeout_s`.
 
     An engine that has a `chat_template` (a ChatTemplate) formats chats with it, else they are joined line by line.
     Raises InputError (a ValueError) for values that cannot work.
@@ -63,6 +63,7 @@ def create_app(
         engine,
         max_inflight_requests=max_inflight_requests,
         tokenize_workers=tokenize_workers,
+        unread_timeout_s=math.inf,  # slow readers are this app's matter: `write_timeout_s`
         **manager_options,
     )
     description = getattr(engine, "description", None)

@@ -80,6 +80,7 @@ class _Strict(BaseModel):
 
 
 Tokens = Annotated[int, Field(ge=1)]
+StopString = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
@@ -90,7 +91,7 @@ class Sampling(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, description="0 and -1 mean off.")] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
 
@@ -111,7 +112,7 @@ class Sampling(_Strict):
             max(0, self.top_k or 0),
             1.0 if self.top_p is None else self.top_p,
             self.seed,
-            tuple(one for one in stop if one),
+            tuple(stop),
             bool(self.ignore_eos),
         )
 

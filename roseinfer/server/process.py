@@ -6,10 +6,11 @@ import asyncio
 import gc
 import signal
 import socket
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from roseinfer.errors import InputError
 from roseinfer.server.service import Service
@@ -19,6 +20,25 @@ KEEP_ALIVE_S: Final = 75
 
 LAST_WRITES_S: Final = 5
 """For bytes on their way when nothing is computed any more."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """Tells the request that is being answered that its client left.
+
+    uvicorn tells the newest one that came in on the connection, which still waits if it was sent behind another.
+    """
+
+    _answered: RequestResponseCycle | None = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
 
 
 class DrainingServer(uvicorn.Server):
@@ -31,6 +51,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=_Protocol,
                 lifespan="on",
                 ws="none",
                 log_level="warning",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from roseinfer.errors import RoseinferError
 from roseinfer.server.answers import Answer
@@ -33,8 +33,11 @@ class _Writer:
         self._timer = self._loop.call_later(timeout_s, self._check)
 
     async def write(self, text: str, *, more: bool) -> None:
+        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def send(self, message: Message) -> None:
         self._began_s = self._loop.time()
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+        await self._send(message)
         self._began_s = None
 
     def close(self) -> None:
@@ -76,7 +79,7 @@ class GenerationResponse(Response):
         writer = _Writer(send, service.write_timeout_s)
         watch = asyncio.ensure_future(_watch(receive, generation))
         try:
-            await (self._stream if self._wanted.stream else self._whole)(generation, send, writer)
+            await (self._stream if self._wanted.stream else self._whole)(generation, writer)
             assert generation.finish_reason is not None
             end = generation.finish_reason.value
         except ClientGoneError:
@@ -97,33 +100,35 @@ class GenerationResponse(Response):
             writer.close()
             service.metrics.ended(generation, end, service.clock())
 
-    async def _stream(self, generation: Generation, send: Send, writer: _Writer) -> None:
-        answer, service = self._answer, self._service
+    async def _stream(self, generation: Generation, writer: _Writer) -> None:
+        answer = self._answer
         text = answer.begin() + answer.piece(await generation.next())
-        await self._start(send, answer.stream_type)
-        if generation.finish_reason is None:
+        # Asked right after `next` and never after a write: what comes while a write waits is not in `text`.
+        has_ended = generation.finish_reason is not None
+        await self._start(writer, answer.stream_type)
+        if not has_ended:
             await writer.write(text, more=True)
-            text = ""
-        service.metrics.began(generation, service.clock())
-        while generation.finish_reason is None:
+        self._service.metrics.began(generation, self._service.clock())
+        while not has_ended:
             text = answer.piece(await generation.next())
-            if text and generation.finish_reason is None:
+            has_ended = generation.finish_reason is not None
+            if text and not has_ended:
                 await writer.write(text, more=True)
         await writer.write(text + answer.end(generation.outcome()), more=False)
 
-    async def _whole(self, generation: Generation, send: Send, writer: _Writer) -> None:
+    async def _whole(self, generation: Generation, writer: _Writer) -> None:
         texts = [await generation.next()]
         self._service.metrics.began(generation, self._service.clock())
         while generation.finish_reason is None:
             texts.append(await generation.next())
         body = self._answer.whole("".join(texts), generation.outcome())
-        await self._start(send, "application/json", (b"content-length", str(len(body.encode())).encode()))
+        await self._start(writer, "application/json", (b"content-length", str(len(body.encode())).encode()))
         await writer.write(body, more=False)
 
-    async def _start(self, send: Send, content_type: str, *more: tuple[bytes, bytes]) -> None:
+    async def _start(self, writer: _Writer, content_type: str, *more: tuple[bytes, bytes]) -> None:
         headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store"), *more]
         self._has_begun = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await writer.send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from roseinfer.chat_template import ChatTemplate, plain_chat
-from roseinfer.errors import ManagerClosedError, RequestFailedError
+from roseinfer.errors import ManagerClosedError, PromptTooLongError, RequestFailedError
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import SamplingParams
 from roseinfer.server.bodies import BodyLimits
@@ -63,6 +63,9 @@ class Service:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")
+        # The manager would copy the ids and look at each before it counts them, here in the event loop.
+        if not isinstance(prompt, str) and len(prompt) + params.max_new_tokens > self.max_model_len:
+            raise PromptTooLongError(len(prompt), params.max_new_tokens, "context", self.max_model_len)
         if self._generations is None or self._generations.loop is not asyncio.get_running_loop():
             self._generations = Generations(self.manager, self.metrics.token_gap)
         return self._generations.open(prompt, params)

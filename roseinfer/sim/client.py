@@ -51,6 +51,7 @@ class Outbox:
 
     def __init__(self, rules: ClientRules, arrivals: Iterator[tuple[int, Arrival]]) -> None:
         self.held: deque[tuple[int, Arrival]] = deque()
+        self.taken = 0
         self.outstanding = 0
         self.peak = 0
         self._rules = rules
@@ -80,6 +81,7 @@ class Outbox:
                 arrival, permitted_s = arrival._replace(time_s=now), now
             else:
                 permitted_s = max(arrival.time_s, free_s)
+        self.taken += 1
         self.outstanding += 1
         self.peak = max(self.peak, self.outstanding)
         return Due(index, arrival, permitted_s)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -130,6 +131,14 @@ class CostModel:
             + cost.context_token_s * context_tokens
         )
 
+    def in_the_mean(self) -> CostModel:
+        """The model without noise whose every step takes what such a step of this one takes in the mean."""
+        if self.noise is None:
+            return self
+        ratio, stall_s = self.noise.mean()
+        step = StepCost(**{name: ratio * seconds for name, seconds in asdict(self.step).items()})
+        return replace(self, step=replace(step, constant_s=step.constant_s + stall_s), noise=None)
+
     def costs(self, seed: int, *, as_text: bool, tokenize_workers: int = 0) -> RunCosts:
         """The costs of one simulated run, which have to be asked for its steps in their order.
 
@@ -149,6 +158,31 @@ class CostModel:
             for column, (least, most) in self.fitted.range.items()
         }
         return {column: share for column, share in outside.items() if share > 0}
+
+
+class OutsideFitted:
+    """Counts the steps of a simulation that lie outside of what its model was fitted to, by column of COMPOSITION."""
+
+    def __init__(self, fitted: Fitted) -> None:
+        self._bounds = [(column, *fitted.range[column]) for column in COMPOSITION]
+        self._n_steps = self._n_outside = 0
+        self._by_column = dict.fromkeys(COMPOSITION, 0)
+
+    def add(self, values: Iterable[float]) -> None:
+        """A step, by its values of COMPOSITION."""
+        self._n_steps += 1
+        is_outside = False
+        for (column, least, most), value in zip(self._bounds, values, strict=True):
+            if not least <= value <= most:
+                self._by_column[column] += 1
+                is_outside = True
+        self._n_outside += is_outside
+
+    def facts(self) -> dict[str, Any]:
+        """`steps`, the `share` of them outside in any column, and that of each column in which some are."""
+        n = self._n_steps or 1
+        by_column = {column: count / n for column, count in self._by_column.items() if count}
+        return {"steps": self._n_steps, "share": self._n_outside / n, "by_column": by_column}
 
 
 class RunCosts:

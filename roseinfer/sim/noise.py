@@ -6,6 +6,7 @@ Without it every simulated tail would be too clean.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,13 @@ class Noise:
     ratios: tuple[float, ...]
     stall_probability: float
     stalls_s: tuple[float, ...]
+
+    def mean(self) -> tuple[float, float]:
+        """The ratio, and the seconds that stalls add to a step: both in the mean of many steps."""
+        # Between two quantiles a ratio is drawn evenly, so that the outermost two count half.
+        between = [(low + high) / 2 for low, high in pairwise(self.ratios)] or self.ratios
+        stall_s = sum(self.stalls_s) / len(self.stalls_s) if self.stalls_s else 0.0
+        return sum(between) / len(between), self.stall_probability * stall_s
 
 
 class NoiseOfRun:

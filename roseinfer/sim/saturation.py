@@ -25,7 +25,7 @@ def burst_of(limits: SimLimits) -> int:
     return ROUNDS * min(limits.max_batch_size, limits.max_active_requests or limits.max_batch_size)
 
 
-def capacity(
+def saturated_rate(
     prompt_tokens: Sequence[int],
     output_tokens: Sequence[int],
     limits: SimLimits,

@@ -81,11 +81,13 @@ class Sent:
 class SimRun:
     """A simulation that is over.
 
-    `sent` and `steps` are in the order of requests and of time, empty where they were handed out as they ended.
+    `offered` counts what arrived, in a closed loop what its users came to. `sent` and `steps` are in the order of
+    requests and of time, empty where they were handed out as they ended.
     `unsent` was due, and held back by the client until its duration ended. `is_exhausted`: all requests were sent.
     """
 
     admission: Admission
+    offered: int
     peak_outstanding: int
     last_sent_s: float | None
     is_exhausted: bool
@@ -126,6 +128,7 @@ def simulate(
     is_exhausted = outbox.is_exhausted()
     return SimRun(
         admission=simulation.core.admission,
+        offered=outbox.taken if client.is_closed else simulation.arrived,
         peak_outstanding=outbox.peak,
         last_sent_s=simulation.last_sent_s,
         is_exhausted=is_exhausted,
@@ -160,6 +163,7 @@ class _Simulation:
             unread_timeout_s=float("inf"),
         )
         self.arrivals = enumerate(arrivals)
+        self.arrived = 0  # of a schedule
         self.outbox = Outbox(client, self.arrivals)
         self.params: dict[int, SamplingParams] = {}  # by max_new_tokens
         self.last_sent_s: float | None = None
@@ -185,6 +189,7 @@ class _Simulation:
             if following is not None and (not heap or following[1].time_s <= heap[0][0]):
                 now = following[1].time_s
                 held.append(following)
+                self.arrived += 1
                 following = next(arrivals, None)
                 if following is not None and following[1].time_s < now:
                     raise InvariantError("arrivals are not in the order of their times")

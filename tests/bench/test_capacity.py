@@ -15,7 +15,7 @@ from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.options import SweepOptions
 from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.recommend import Judgement, parse_slo
-from roseinfer.bench.shares import share_gap, share_interval
+from roseinfer.bench.shares import paired_gap, share_interval
 from roseinfer.bench.stats import Interval
 
 PASS, FAIL, UNKNOWN = Verdict.PASS, Verdict.FAIL, Verdict.UNKNOWN
@@ -92,8 +92,10 @@ class Server(Prober):
         spread: float = 0.01,
         busy: float = 20.0,
         peak: int | None = 100,
+        is_simulated: bool = False,
     ) -> None:
         self.options = SweepOptions(request_rate=str(given))
+        self.is_simulated = is_simulated
         self.tried: list[str] = []
         self._slo = parse_slo(slo)
         self._p99_ms, self._lost, self._rate = p99_ms, lost, given
@@ -119,11 +121,11 @@ class Server(Prober):
         around = Interval(p99_ms * (1 - self._spread), p99_ms, p99_ms * (1 + self._spread))
         return Probe(
             name=name,
-            is_simulated=False,
+            is_simulated=self.is_simulated,
             judgements=(Judgement(self._slo, around, 1600, None),),
             not_served=Interval(lost, lost, lost),
             max_not_served=0.05,
-            offered=200,
+            offered=(200,) * 8,
             completed=1600,
             throughput=self._busy,
             peak_inflight=self._peak,
@@ -156,6 +158,7 @@ def test_the_largest_rate_lies_between_the_two_ends() -> None:
     assert f"The largest rate that keeps the goal lies between {holds:g} and {fails:g} requests/s." in told(
         search
     )
+    assert f"At {holds:g} it holds, over 8 x 200 requests: p99 ttft" in told(search)
     assert "Kept busy, the server completes 20 requests/s." in told(search)
 
 
@@ -187,7 +190,10 @@ def test_what_always_holds_holds_up_to_the_largest_rate_and_a_short_probe_is_nam
     search.run()
 
     assert search.edge.fails is None
-    assert "the goal holds up to the largest rate that was tried, 1280 requests/s" in told(search)
+    assert (
+        "the goal holds up to the largest rate that was tried, 1280 requests/s, over 8 x 200 requests: p99"
+        in told(search)
+    )
     assert "1280 is more than that: the queue grows" in told(search)
 
 
@@ -221,6 +227,17 @@ def test_a_right_proposal_takes_a_handful_of_probes() -> None:
     assert fails is not None
     assert holds <= 16 <= fails <= holds * 1.06
     assert [name.partition(" ")[0] for name in server.tried] == ["rate"] * 2
+
+
+def test_after_a_right_proposal_too_a_rate_beyond_what_the_server_completes_is_warned_of() -> None:
+    proposal = RateSearch(Server(lambda rate, limit: 50.0, is_simulated=True), 0.05)
+    proposal.run()
+    search = RateSearch(Server(lambda rate, limit: 50.0), 0.05, proposal)
+    search.run()
+
+    assert search.busy is None
+    assert "Kept busy, the simulated server completes 20 requests/s." in told(search)
+    assert "81920 is more than that: the queue grows" in told(search)
 
 
 @pytest.mark.parametrize("slower", [0.2, 0.8, 1.3, 5.0])
@@ -274,6 +291,13 @@ def waits(rate: float, limit: float) -> float:
 
 def refusals(rate: float, limit: float) -> float:
     return max(0.0, (20 - limit) / 20)
+
+
+def test_at_a_given_load_too_it_says_over_how_many_requests() -> None:
+    search = LimitSearch(Server(waits, refusals), 0.01)
+    search.run()
+
+    assert "With a limit of 19 few enough are refused, over 8 x 200 requests: p99 ttft" in told(search)
 
 
 def test_the_limits_lie_between_too_many_refusals_and_too_long_a_wait() -> None:
@@ -357,6 +381,10 @@ def test_a_probe_holds_or_fails_with_its_whole_interval(made: Probe, verdict: Ve
     assert made.verdict is verdict
 
 
+def test_repeats_of_several_sizes_are_told_by_their_sum() -> None:  # as those of a --duration are
+    assert replace(probe(200, 240), offered=(190, 210, 200)).size == "600 requests in 3 repeats"
+
+
 def test_two_slos_must_both_hold() -> None:  # case H4
     good, bad = probe(200, 240), probe(260, 300)
 
@@ -373,6 +401,15 @@ def test_a_share_has_an_interval_over_repeats() -> None:
 
 
 def test_a_gap_is_taken_pair_by_pair() -> None:
-    a, b = [10, 50, 90, 20], [8, 48, 88, 18]  # repeats differ far more than the two do
+    a = [
+        (10, 100),
+        (50, 100),
+        (90, 100),
+        (20, 100),
+        (60, 100),
+        (30, 100),
+    ]  # repeats differ far more than the two do
+    b = [(count - 2, offered) for count, offered in a]
 
-    assert share_gap(a, b, [100] * 4, seed=0) == pytest.approx((0.02, 0.02, 0.02))
+    assert paired_gap(a, b) == pytest.approx((0.02, 0.02, 0.02))
+    assert paired_gap(a[1:], b[1:]) == pytest.approx((-math.inf, 0.02, math.inf))

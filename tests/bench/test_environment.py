@@ -18,7 +18,14 @@ from types import SimpleNamespace
 import pytest
 
 from roseinfer.bench import environment
-from roseinfer.bench.environment import GC_THRESHOLD, GcPause, GcPauses, describe_environment, public_command
+from roseinfer.bench.environment import (
+    GC_THRESHOLD,
+    GcPause,
+    GcPauses,
+    describe_environment,
+    public_command,
+    public_words,
+)
 
 
 def test_the_environment_is_json() -> None:
@@ -192,6 +199,53 @@ def test_paths_in_a_command_are_cut_to_their_last_part(word: str, public: str) -
 def test_the_command_of_a_server_keeps_its_words() -> None:
     command = public_command(["run", "--target-cmd", "/home/alice/bin/serve /home/alice/m --api-key k -p 1"])
     assert shlex.split(command) == ["run", "--target-cmd", "serve m --api-key *** -p 1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "public"),
+    [
+        ("serve --api_key sk-1 -p 8", "serve --api_key *** -p 8"),
+        ("serve --API-KEY sk-1", "serve --API-KEY ***"),
+        ("serve --apikey sk-1", "serve --apikey ***"),
+        ("serve -api-key=sk-1 m", "serve -api-key=*** m"),
+        ("serve --hf-token sk-1 --x", "serve --hf-token *** --x"),
+        ("serve --hf_token=sk-1 --x", "serve --hf_token=*** --x"),
+        ("serve --token sk-1", "serve --token ***"),
+        ("serve --password sk-1", "serve --password ***"),
+        ("serve --secret sk-1", "serve --secret ***"),
+        ("serve --secret=sk-1", "serve --secret=***"),
+        ("serve --api-key sk-1 sk-2   sk-3 --port 8", "serve --api-key *** --port 8"),
+        ("serve --api-key 'sk-1 sk-2' --port 8", "serve --api-key *** --port 8"),
+        ('serve --api-key "sk-1 \\"sk-2" --port 8', "serve --api-key *** --port 8"),
+        ("serve --api-key='sk-1 sk-2' --port 8", "serve --api-key=*** --port 8"),
+        ("serve --api-key sk-1\\ sk-2 --port 8", "serve --api-key *** --port 8"),
+        ("serve --api-key 'sk-1 sk-2", "serve --api-key ***"),
+        ("serve --api-key -sk-1 --port 8", "serve --api-key *** --port 8"),
+        ("serve [[--api-key sk-1]] --port 8", "serve [[--api-key ***]] --port 8"),
+        ("serve --api-key sk-1 [[--seqs 4]]", "serve --api-key *** [[--seqs 4]]"),
+        ("serve --api-key /home/sk-1 --port 8", "serve --api-key *** --port 8"),
+        ("env HF_TOKEN='sk-1 sk-2' serve m", "env HF_TOKEN=*** serve m"),
+        ("env api_key=sk-1 serve m", "env api_key=*** serve m"),
+        ("env MYTOKEN=sk-1 apikey=sk-2 serve m", "env MYTOKEN=*** apikey=*** serve m"),
+        ("env KEY=sk-1 serve m", "env KEY=*** serve m"),
+        ("x -H 'Authorization: Bearer sk-1' -p 8", "x -H 'Authorization: ***' -p 8"),
+        ('x -H "authorization:Basic sk-1==" -p 8', 'x -H "authorization:***" -p 8'),
+        ("x -H Authorization: Bearer sk-1 -p 8", "x -H Authorization: *** -p 8"),
+        ("x -H 'X-API-Key: sk-1' -p 8", "x -H 'X-API-Key: ***' -p 8"),
+        ("""x -j '{"api_key": "sk-1", "a": 1}'""", """x -j '{"api_key": "***", "a": 1}'"""),
+        ("args: {'api_key': ['sk-1'], 'a': 1}", "args: {'api_key': ['***'], 'a': 1}"),
+        ("x --say Bearer sk-1", "x --say Bearer ***"),
+        # no secrets
+        ("x --api-key-env VAR --tokenizer t", "x --api-key-env VAR --tokenizer t"),
+        ("x --max-tokens 8 --token-budget 9", "x --max-tokens 8 --token-budget 9"),
+        ("x --monkey 8 monkey=9", "x --monkey 8 monkey=9"),
+        ("x unexpected token: 8", "x unexpected token: 8"),
+    ],
+)
+def test_no_secret_of_a_server_s_command_is_kept(command: str, public: str) -> None:
+    assert public_words(command) == public
+    for words in (["run", "--target-cmd", command], ["run", f"--target-cmd={command}"]):
+        assert "sk-" not in public_command(words)
 
 
 def test_a_public_command_can_be_pasted_into_a_shell() -> None:

@@ -45,6 +45,15 @@ def test_at_least_one_and_never_all(share: float, n: int) -> None:
     assert len(choose(grid(max_inflight=[None, 8, 32]), share, 0)) == n
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_cells_of_the_same_factors_are_on_one_side(seed: int) -> None:
+    """As two runs of one sweep have them."""
+    cells = pd.concat([grid(max_inflight=[None, 8, 32], burst_size=[64, 128])] * 2, ignore_index=True)
+    chosen = choose(cells, 0.5, seed)
+    assert len(chosen) == 6
+    assert {place % 6 for place in chosen if place < 6} == {place % 6 for place in chosen if place >= 6}
+
+
 @pytest.fixture(scope="module")
 def run_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of 8 cells at the speed of TRUTH, to be read alone."""
@@ -62,6 +71,22 @@ def test_a_law_that_holds_predicts_what_it_has_not_seen(run_a: Path) -> None:
     facts = trial.facts()
     assert facts["cells"] == trial.held_out
     assert facts["median_error"]["p50_ttft_ms"] < 0.005
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_limit_that_cannot_bind_is_on_the_side_of_no_limit(run_a: Path, seed: int) -> None:
+    """A limit of 8 is none for a burst of 6."""
+    held_out = set(try_out([MeasuredRun.open(run_a)], 0.5, seed).held_out)
+    for prompt_len in (16, 200):
+        shape = f"burst_6-prompt_{prompt_len}-output_8"
+        assert (f"inflight_8-{shape}" in held_out) == (f"inflight_none-{shape}" in held_out)
+
+
+def test_cells_that_all_ask_for_the_same_cannot_be_held_out(run_a: Path) -> None:
+    run = MeasuredRun.open(run_a)
+    (one, *_) = run.cells()["cell_id"]
+    with pytest.raises(InputError, match=r"all cells ask for the same.*--hold-out none"):
+        try_out([run.only([one])] * 2, 0.5, 0)
 
 
 def test_the_final_fit_is_not_that_of_the_trial(run_a: Path) -> None:

@@ -54,10 +54,19 @@ def test_lengths_that_vary_count_by_what_they_ask_for(cost_file: Path) -> None:
     assert rates(cost_file, **drawn) == pytest.approx([4 / (0.1 * mean_steps)], rel=0.02)
 
 
-def test_noise_has_no_part_in_it(cost_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("noise", "mean_step_s"),
+    [
+        (Noise((0.5, 1.0, 4.0), 0.0, ()), 0.1 * (0.75 + 2.5) / 2),
+        (Noise((1.0,), 0.1, (0.2, 0.6)), 0.1 + 0.1 * 0.4),
+        (Noise((0.5, 1.0, 1.5), 0.0, ()), 0.1),
+    ],
+    ids=["ratios", "stalls", "a mean of 1"],
+)
+def test_noise_counts_by_its_mean(tmp_path: Path, noise: Noise, mean_step_s: float) -> None:
     noisy = tmp_path / "noisy.json"
-    CostModel("noisy", STEP, noise=Noise((0.5, 1.0, 4.0), 0.0, ())).write(noisy)
-    assert rates(noisy, load="0.8") == rates(cost_file, load="0.8")
+    CostModel("noisy", STEP, noise=noise).write(noisy)
+    assert rates(noisy, load="0.8") == pytest.approx([0.8 * 4 / (5 * mean_step_s)], rel=1e-5)
 
 
 def test_records_and_notes_say_what_the_rate_is(cost_file: Path, tmp_path: Path) -> None:

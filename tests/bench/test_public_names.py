@@ -59,13 +59,20 @@ def test_reference_runs_load_with_cells_in_order(run: Path) -> None:
         assert frame[["limit", "cell"]].notna().all(axis=None)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.parent.name)
+@pytest.mark.parametrize(
+    "run", [run for run in RUNS if run.parent.name != "foreign_server"], ids=lambda run: run.parent.name
+)
 def test_steps_have_the_labels_of_their_cells(run: Path) -> None:
     requests, steps = rb.load_requests(run), rb.load_steps(run)
 
     names = [frame.groupby("cell_id")["cell"].first().astype(str) for frame in (requests, steps)]
     pd.testing.assert_series_equal(names[0], names[1])
     np.testing.assert_allclose(steps["exec_s"], steps["exec_end_s"] - steps["exec_start_s"])
+
+
+def test_nobody_saw_the_steps_of_a_server() -> None:
+    (run,) = (run for run in RUNS if run.parent.name == "foreign_server")
+    assert rb.load_steps(run).empty
 
 
 def test_the_frames_are_the_run_and_no_more() -> None:

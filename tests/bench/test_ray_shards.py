@@ -37,7 +37,7 @@ CELL = "inflight_4-burst_6-prompt_8-output_3"
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def nodes() -> Iterator[TwoNodes]:
     """A cluster of two nodes, which lasts as long as the tests here do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -45,9 +45,14 @@ def address() -> Iterator[str]:
         made = TwoNodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             made.add_node(num_cpus=1)
-            yield made.address
+            yield made
         finally:
             made.shutdown()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def address(nodes: TwoNodes) -> str:
+    return str(nodes.address)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +92,7 @@ def measure(made: Experiment, folder: RunFolder, run_cells: measurement.RunCells
 
 
 def on_cluster(cluster: Cluster, bench: measurement.Bench) -> measurement.RunCells:
-    return partial(ray_shards.run_cells, bench, cluster.address)
+    return partial(ray_shards.run_cells, bench, cluster.cores())
 
 
 # ---- simulations ----
@@ -168,6 +173,24 @@ def test_its_workers_are_gone_afterwards(tmp_path: Path, cluster: Cluster, simul
     for worker in workers:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(worker.draw.remote())
+
+
+def test_a_node_that_was_lost_is_no_death_of_the_cell_that_was_to_run_there(
+    tmp_path: Path, nodes: TwoNodes, cluster: Cluster, simulation: Experiment
+) -> None:
+    known = cluster.cores()
+    node = nodes.add_node(num_cpus=1)
+    (place,) = [place for place in cluster.cores() if place not in known]
+    nodes.remove_node(node, allow_graceful=False)
+    run = measurement.CellRun(simulation.cells[0], 0)
+    with RayCrew([place, *known], partial(simulated, simulation)) as crew:
+        crew.begin(run)
+        again, lost = crew.wait()
+        assert again == run
+        assert lost is not None
+        assert not lost.began
+        assert crew.has_room()
+        assert place not in crew._free
 
 
 # ---- engines ----
@@ -255,8 +278,24 @@ def test_a_place_where_nobody_listens_is_bad_input_before_ray_tries_for_minutes(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(InputError, match=f"--ray '{address}': no Ray cluster answers there"), Cluster(address):
+    with (
+        pytest.raises(InputError, match=f"--ray '{address}': no Ray cluster answers there"),
+        Cluster(address),
+    ):
         pass
+
+
+def test_a_simulation_that_finds_no_cluster_leaves_no_run(
+    ask: Ask, cost_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    words = f"sweep --target sim --cost-model {cost_file} -o out --ray {address}".split()
+    answer = ask(*words)
+    assert answer.code == 2
+    assert answer.complaint.startswith(f"--ray '{address}': no Ray cluster answers there")
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from roseinfer.bench import session
 from roseinfer.bench.cli import main
 from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.store import RunFolder
-from roseinfer.errors import RunError
+from roseinfer.errors import InputError, RunError
 from tests.bench.asking import Answer, Ask
 
 COST_MODEL = str(Path(__file__).parents[2] / "experiments" / "gpt2_cpu.cost.json")
@@ -77,10 +77,14 @@ def test_the_answer_is_an_interval_with_figures_at_both_ends(again: Ask, searche
     assert rest[0].startswith(
         "The largest rate that keeps p95_ttft:250 with at most 5 % not served lies between"
     )
-    assert "it holds: p95 ttft" in rest[1]
+    assert "it holds, over 3 x 20 requests: p95 ttft" in rest[1]
     assert "(95 % interval" in rest[1]
     assert "it fails: p95 ttft" in rest[2]
     runs = list((searched / "capacity").iterdir())
+    assert (
+        "intervals at 95 %, by resampling whole repeats: they cover less than that, under 10 repeats far less"
+        in answer.out
+    )
     assert lines[-2:] == [f"All {len(runs)} probes were simulated.", f"Runs: {searched / 'capacity'}"]
 
 
@@ -205,6 +209,20 @@ def test_ctrl_c_tells_what_is_known_and_how_to_go_on(ask: Ask, monkeypatch: pyte
     assert answer.complaint == "interrupted. To go on: the same command with --run-id it"
 
 
+def test_a_probe_that_cannot_be_judged_tells_what_is_known_and_ends_with_2(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_few(self: Prober, rate: float) -> Probe:
+        raise InputError("--num-requests", 20, "too few")
+
+    monkeypatch.setattr(Prober, "at_rate", too_few)
+    answer = capacity(ask, "--slo", "p95_ttft:250")
+    assert answer.code == 2
+    assert "simulated one user" in answer.out
+    assert "What is known so far:" in answer.out
+    assert answer.complaint == "--num-requests 20: too few"
+
+
 def test_a_failure_tells_what_is_known_and_ends_with_1(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(self: Prober, rate: float) -> Probe:
         raise RunError("the server died")
@@ -241,7 +259,8 @@ def test_the_limit_the_evidence_the_price_and_how_sure(swept: Ask) -> None:
         line.startswith("The price: 75.0 % refused, 0.0 % of the computed tokens wasted; 0.0 % and")
         for line in lines
     )
-    assert any(line.startswith("Sure of it: 12.5 points more") for line in lines)
+    assert any(line.startswith("Not sure: 12.5 points more") for line in lines)  # of 3 repeats
+    assert lines[-1].endswith("they cover less than that, under 10 repeats far less")
 
 
 def test_recommend_as_json(swept: Ask) -> None:
@@ -257,7 +276,10 @@ def test_limits_between_are_predicted_and_said_to_be(swept: Ask) -> None:
     assert answer.code == 0
     predicted = [line.split()[0] for line in answer.out.splitlines() if line.endswith("predicted")]
     assert predicted[:4] == ["10", "11", "13", "21"]
-    assert "No limit between those measured is predicted to serve more within the goal." in answer.out
+    assert (
+        "No limit between those measured is predicted to keep the goal and to serve more within it."
+        in answer.out
+    )
 
 
 def test_the_slo_of_the_run_is_the_default(ask: Ask) -> None:

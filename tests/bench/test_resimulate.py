@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench.records import REQUEST_SCHEMA
-from roseinfer.bench.resimulate import EngineSizes, predicted, resimulated
+from roseinfer.bench.resimulate import EngineSizes, at_limits, predicted, resimulated
 from roseinfer.bench.sides import Side, differing_rows
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError
@@ -82,6 +82,21 @@ def test_cells_can_be_chosen(simulate: Callable[..., RunFolder]) -> None:
     assert predicted(run, COST, cells=[one])["cell_id"].unique().tolist() == [one]
     with pytest.raises(InputError, match="'nothing'"):
         predicted(run, COST, cells=["nothing"])
+
+
+def test_at_other_limits_only_the_times_of_single_tokens_are_left_out(
+    simulate: Callable[..., RunFolder],
+) -> None:
+    run = simulate("--max-inflight 4,0 --burst-size 8 --repeats 2")
+    lists = ["token_times_s", "chunk_times_s", "chunk_tokens"]
+    key = ["cell_id", "repeat", "request_index"]
+    rows, whole = (
+        found.sort_values(key, ignore_index=True)
+        for found in (at_limits(run, COST, [4, None]), predicted(run, COST))
+    )
+    assert rows[lists].isna().all(axis=None)
+    pd.testing.assert_frame_equal(rows.drop(columns=lists), whole.drop(columns=lists))
+    assert set(at_limits(run, COST, [2])["max_inflight"]) == {2}
 
 
 def test_the_sizes_that_the_engine_chose_are_taken(simulate: Callable[..., RunFolder]) -> None:

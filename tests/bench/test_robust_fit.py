@@ -35,6 +35,19 @@ def test_rare_stalls_are_apart_and_do_not_move_the_fit() -> None:
     assert fit.coefficients == pytest.approx(TRUTH, rel=0.01)
 
 
+def test_the_ratio_of_a_long_stall_is_all_of_it() -> None:
+    seconds = COLUMNS @ TRUTH
+    seconds[7] *= 1000
+    assert robust_fit(COLUMNS, seconds).ratios[7] == pytest.approx(1000, rel=1e-6)
+
+
+def test_a_stall_of_what_costs_nothing_has_a_finite_ratio() -> None:
+    columns = np.array([[0.0, 1.0]] * 50 + [[1.0, 0.0]])
+    seconds = np.array([1.0] * 50 + [1e-3])
+    fit = robust_fit(columns, seconds)
+    assert np.isfinite(fit.ratios).all()
+
+
 def test_short_rows_count_as_much_as_long_ones() -> None:
     """Half of the rows last 1 s and half 1 ms, each 10 % above one law and below it: neither group gives way."""
     columns = np.array([[1.0, 0.0], [1.0, 1.0]] * 500)

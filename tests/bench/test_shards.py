@@ -16,6 +16,8 @@ import pytest
 
 import roseinfer.bench as rb
 from roseinfer.bench import measurement, shards
+from roseinfer.bench.measurement import CellRun
+from roseinfer.bench.shards import Lost, share_out
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
 from tests.bench.asking import Ask
@@ -135,6 +137,32 @@ def test_a_cell_that_two_workers_died_of_is_named(tmp_path: Path, cost_file: Pat
     with pytest.raises(RunError, match=rf"^{CELL}, repeat 1: its worker died.*\(exit code 3\)$"):
         sweep.measure()
     assert sweep.times_run() == 2
+
+
+class LosesMachines:
+    """One worker at a time; the first `n_lost` never begin the cell that they are given."""
+
+    def __init__(self, n_lost: int) -> None:
+        self.n_lost = n_lost
+        self.begun: list[CellRun] = []
+
+    def has_room(self) -> bool:
+        return len(self.begun) == 0
+
+    def begin(self, run: CellRun) -> None:
+        self.begun.append(run)
+
+    def wait(self) -> tuple[CellRun, Lost | None]:
+        self.n_lost -= 1
+        return self.begun.pop(), Lost("no such node", began=False) if self.n_lost >= 0 else None
+
+
+def test_a_cell_that_never_began_does_not_count_as_run(cost_file: Path) -> None:
+    made = experiment(target="sim", cost_model=cost_file, **SWEEP)
+    todo = [CellRun(cell, 0) for cell in made.cells]
+    told: list[CellRun] = []
+    share_out(todo, LosesMachines(3), told.append)
+    assert told == todo
 
 
 # ---- errors ----

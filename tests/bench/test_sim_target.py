@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from roseinfer.bench import rows as rows_module
+from roseinfer.bench import sim_target
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
 from roseinfer.bench.rows import Attempt, CellResult, request_row
 from roseinfer.bench.sim_rows import SENT_COLUMNS, sent_values
@@ -23,12 +25,12 @@ from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload, WorkloadSource
-from roseinfer.errors import SchedulerManagerOverloadedError
+from roseinfer.errors import InvariantError, SchedulerManagerOverloadedError
 from roseinfer.request import Request, TokenEvent
 from roseinfer.sim.client import ClientRules
-from roseinfer.sim.cost_model import BetweenStepsCost, CostModel, StepCost, SubmitCost
+from roseinfer.sim.cost_model import COMPOSITION, BetweenStepsCost, CostModel, Fitted, StepCost, SubmitCost
 from roseinfer.sim.noise import Noise
-from roseinfer.sim.virtual import TOKEN_ID, Arrival, Sent, SimLimits, simulate
+from roseinfer.sim.virtual import TOKEN_ID, Arrival, Sent, SimLimits, SimRun, simulate
 from roseinfer.stream import Timings
 from tests.bench.asking import Answer, Ask
 from tests.bench.experiments import experiment
@@ -119,6 +121,26 @@ def test_a_closed_loop_that_runs_out_of_requests_is_invalid(cost_file: Path) -> 
     assert fault == "the closed loop had sent all its 5 requests at 1.2 s, before --duration ended"
     counted = measured(cost_file, None, n=5, max_concurrency=1, duration=60.0, num_requests=5)
     assert check_cell(complete(counted.requests), counted.facts) == []
+
+
+@pytest.mark.parametrize("lost", [1, 4])
+def test_a_request_that_gets_lost_is_noticed(
+    cost_file: Path, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that others wait for, and the last."""
+
+    def losing(*args: Any, on_request: Callable[[Sent], None], **kwargs: Any) -> SimRun:
+        def on_others(sent: Sent) -> None:
+            if sent.index != lost:
+                on_request(sent)
+
+        return simulate(*args, on_request=on_others, **kwargs)
+
+    monkeypatch.setattr(sim_target, "simulate", losing)
+    with pytest.raises(InvariantError, match=r"^5 requests were offered, and"):
+        burst(cost_file, 5)
+    with pytest.raises(InvariantError, match=r"^5 requests were offered, and"):
+        measured(cost_file, None, n=5, max_concurrency=1, num_requests=5)
 
 
 def test_a_refused_user_pauses_as_on_an_engine(cost_file: Path) -> None:
@@ -382,6 +404,78 @@ def test_bad_input_is_one_line_that_names_the_flag(simulated: Any, words: str) -
     assert answer.code == 2
     assert answer.complaint.startswith(words.split(maxsplit=1)[0])
     assert not Path("out").exists()
+
+
+def fitted_to(path: Path, *, prefill_tokens: float, decode_requests: float = 1e6) -> Path:
+    """A cost model file that was fitted to so many of these, and to any number of the rest."""
+    bounds = dict.fromkeys(COMPOSITION, (0.0, 1e9))
+    bounds |= {"prefill_tokens": (0.0, prefill_tokens), "decode_requests": (0.0, decode_requests)}
+    replace(COST, fitted=Fitted((), 1, bounds, None, None, None)).write(path)
+    return path
+
+
+OF_8_TOKENS = "--prompt-len 8 --max-new-tokens 3 --burst-size 2 --max-inflight 0 --repeats 1"
+
+
+def test_steps_unlike_all_that_was_fitted_are_told(ask: Ask, tmp_path: Path) -> None:
+    """Two requests together: a step of 16 prefill tokens, and then two of 2 decodes."""
+    file = fitted_to(tmp_path / "fitted.json", prefill_tokens=8, decode_requests=2)
+    words = f"sweep --target sim --cost-model {file} {OF_8_TOKENS} -o out --run-id a --quiet".split()
+    answer = ask(*words)
+    assert answer.code == 0, answer.err
+    assert (
+        "Warning: 33.3 % of the simulated steps lie outside of what the cost model was fitted to, in prefill_tokens"
+    ) in " ".join(answer.out.split())
+    (facts,) = RunFolder.open(Path("out/sweep/a")).read_facts().values()
+    assert facts["outside_fitted"] == {
+        "steps": 3,
+        "share": pytest.approx(1 / 3),
+        "by_column": {"prefill_tokens": pytest.approx(1 / 3)},
+    }
+
+
+def test_a_step_outside_in_two_columns_counts_once(tmp_path: Path) -> None:
+    file = fitted_to(tmp_path / "fitted.json", prefill_tokens=8, decode_requests=1)
+    made = experiment(
+        target="sim", cost_model=file, prompt_len="8", max_new_tokens="3", burst_size="2", max_inflight="0"
+    )
+    workload = Workload(np.zeros(2), [], np.full(2, 8), np.full(2, 3), 0, "burst")
+    facts = SimTarget(CostModel.read(file), made).run(made.cells[0], workload).notes["outside_fitted"]
+    assert facts["share"] == 1
+    assert list(facts["by_column"]) == ["prefill_tokens", "decode_requests"]
+
+
+def test_nothing_is_told_of_steps_that_are_like_what_was_fitted(ask: Ask, tmp_path: Path) -> None:
+    file = fitted_to(tmp_path / "fitted.json", prefill_tokens=16)
+    answer = ask("run", "--target", "sim", "--cost-model", str(file), *OF_8_TOKENS.split(), "--quiet")
+    assert answer.code == 0, answer.err
+    assert "fitted" not in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            "--prompt-len 8,4096",
+            "--prompt-len '4096': makes steps of 512 prefill tokens; --cost-model {} was",
+        ),
+        ("--prompt-len 65", "--prompt-len '65': makes steps of 65 prefill tokens; --cost-model {} was"),
+    ],
+)
+def test_prompts_that_can_never_be_like_what_was_fitted_are_refused(
+    ask: Ask, tmp_path: Path, words: str, why: str
+) -> None:
+    file = fitted_to(tmp_path / "fitted.json", prefill_tokens=64)
+    answer = ask("sweep", "--target", "sim", "--cost-model", str(file), *words.split(), "-o", "out")
+    assert answer.code == 2
+    assert answer.complaint == why.format(file) + " fitted to at most 64"
+    assert not Path("out").exists()
+
+
+def test_a_budget_keeps_steps_within_what_was_fitted(ask: Ask, tmp_path: Path) -> None:
+    file = fitted_to(tmp_path / "fitted.json", prefill_tokens=64)
+    words = "--prompt-len 256 --max-num-batched-tokens 64 --burst-size 2 --repeats 1 --quiet".split()
+    assert ask("sweep", "--target", "sim", "--cost-model", str(file), *words).code == 0
 
 
 def test_a_run_whose_requests_all_time_out_measured_nothing(simulated: Any) -> None:

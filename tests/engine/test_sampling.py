@@ -35,8 +35,11 @@ def test_temperature_zero_is_the_argmax() -> None:
     assert set(draws(5)) == {0}
 
 
-def test_a_tiny_temperature_is_the_argmax() -> None:
-    assert set(draws(5, LOGITS * 1e4, temperature=1e-38)) == {0}
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-50])  # the last is 0 as a float32
+@pytest.mark.parametrize("best", [0, 5])
+def test_a_tiny_temperature_is_the_argmax(temperature: float, best: int) -> None:
+    logits = LOGITS.roll(best) * 1e4
+    assert set(draws(5, logits, temperature=temperature)) == {best}
 
 
 def test_top_k_keeps_the_k_likeliest() -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,6 +138,19 @@ def served(
             one.server._drain_timeout_s = 0.0
             one.end()
             one.thread.join()
+
+
+async def stream_to(
+    send: Callable[[Any], Awaitable[None]], app: FastAPI, body: dict[str, Any], path: str = "/v1/completions"
+) -> None:
+    """One request without a socket, whose answer goes to `send` message by message."""
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> Any:
+        return next(messages, None) or await asyncio.Future()
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
 
 
 def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import pytest
-from fastapi import FastAPI
 
 from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
 from tests.scripted import ScriptedEngine, StepGate
-from tests.server.serving import Served, an_app, manager_of, request_bytes, served, until
+from tests.server.serving import Served, an_app, manager_of, request_bytes, served, stream_to, until
 
 STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": True}
 
@@ -154,6 +153,24 @@ def test_generation_stops_within_two_steps_of_its_client(
         assert len(engine.plans) <= n_steps + 2
 
 
+def test_a_client_that_leaves_ends_its_request_though_it_has_sent_another_behind_it() -> None:
+    steps = PacedSteps()
+    with served(ScriptedEngine(steps), max_inflight_requests=1) as one, steps:
+        connection = one.connect()
+        connection.sendall(2 * request_bytes(STREAM))
+        steps.permits.release()
+        read_until(connection, b'"text": "a"')
+        reset(connection)
+
+        def is_noticed() -> bool:
+            steps.permits.release()  # the connection is not read meanwhile: a token must be written
+            return has_ended(one, "client_gone")
+
+        until(is_noticed)
+        steps.run_free()
+        until(lambda: holds_nothing(one.manager))
+
+
 def test_a_client_that_leaves_a_whole_answer_ends_its_request() -> None:
     steps = PacedSteps()
     with served(ScriptedEngine(steps), max_inflight_requests=1) as one, steps:
@@ -185,22 +202,12 @@ def test_a_reader_that_stalls_is_closed_and_delays_nobody() -> None:  # case B23
 
 
 def test_a_write_that_does_not_end_ends_its_request() -> None:
-    async def main(app: FastAPI) -> None:
-        body = request_bytes(STREAM).partition(b"\r\n\r\n")[2]
-        messages = iter([{"type": "http.request", "body": body}])
-
-        async def receive() -> Any:
-            return next(messages, None) or await asyncio.Future()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Future()
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Future()
 
     with an_app(write_timeout_s=0.01) as app:
-        asyncio.run(main(app))
+        asyncio.run(stream_to(send, app, STREAM))
         until(lambda: holds_nothing(manager_of(app)))
         assert 'finish_reason="stalled_reader"} 1.0' in app.state.service.metrics.text().decode()
 

@@ -216,6 +216,8 @@ def test_a_parameter_that_asks_for_what_happens_anyway_is_taken(neutral: dict[st
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["", "b"]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 257}, "stop"),
         ({"stream": "yes"}, "stream"),
@@ -319,6 +321,19 @@ def test_what_can_never_fit_is_a_client_error(prompt: Any, stream: bool) -> None
         assert manager_of(app).inflight == 0
         assert complete(app, prompt=prompt, max_tokens=156).status_code == 200
         assert complete(app, prompt=prompt, max_tokens=157).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_over_the_context_are_refused_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Their number says it already, and a copy of a million would hold up the event loop."""
+    with an_app() as app:
+        monkeypatch.setattr(manager_of(app), "submit", None)
+        response = complete(app, prompt=[1] * 4000, max_tokens=97, stream=stream)
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "context_length_exceeded"
+        assert "needs 4097 tokens, the context holds 4096" in error_of(response)["message"]
 
 
 def test_bodies_prompts_and_outputs_have_limits() -> None:

@@ -41,3 +41,11 @@ def test_stalls_leave_the_ratios_as_they_are() -> None:
     plain, stalling = (NoiseOfRun(Noise(RATIOS, p, (100.0,)), 3) for p in (0.0, 0.5))
     pairs = [(plain.seconds(step, 1.0), stalling.seconds(step, 1.0)) for step in range(100)]
     assert {round(b - a, 9) for a, b in pairs} == {0.0, 100.0}
+
+
+def test_the_mean_is_that_of_what_is_drawn() -> None:
+    noise = Noise((0.5, 0.9, 1.0, 1.1, 4.0), 0.05, (0.2, 1.0))
+    drawn, steps = NoiseOfRun(noise, 0), 200_000
+    mean_s = sum(drawn.seconds(step, 0.1) for step in range(steps)) / steps
+    ratio, stall_s = noise.mean()
+    assert 0.1 * ratio + stall_s == pytest.approx(mean_s, rel=0.01)

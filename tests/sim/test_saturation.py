@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from roseinfer.executor import StepPlan
-from roseinfer.sim.saturation import burst_of, capacity
+from roseinfer.sim.saturation import burst_of, saturated_rate
 from roseinfer.sim.virtual import SimLimits
 
 
@@ -25,7 +25,7 @@ def of_fixed(
     output: int = 3,
 ) -> float:
     n = burst_of(limits)
-    return capacity([prompt] * n, [output] * n, limits, step_seconds)
+    return saturated_rate([prompt] * n, [output] * n, limits, step_seconds)
 
 
 def test_one_at_a_time_it_is_one_over_the_time_that_a_request_takes() -> None:
@@ -60,9 +60,9 @@ def test_admission_has_no_part_in_it() -> None:
 def test_a_larger_burst_says_the_same() -> None:
     limits = SimLimits(max_batch_size=3, max_num_batched_tokens=20)
     prompts, outputs = [5, 9, 14, 3, 7, 11, 2], [3, 1, 4, 1, 5, 9, 2]
-    small, large = (capacity(prompts * n, outputs * n, limits, a_second_a_token) for n in (20, 80))
+    small, large = (saturated_rate(prompts * n, outputs * n, limits, a_second_a_token) for n in (20, 80))
     assert small == pytest.approx(large, rel=0.02)
 
 
 def test_a_burst_that_fits_into_one_batch_is_taken_as_a_whole() -> None:
-    assert capacity([8, 8], [3, 3], SimLimits(max_batch_size=4), one_second) == pytest.approx(2 / 3)
+    assert saturated_rate([8, 8], [3, 3], SimLimits(max_batch_size=4), one_second) == pytest.approx(2 / 3)

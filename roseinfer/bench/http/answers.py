@@ -24,6 +24,8 @@ MOST_TOKENS: Final = 1 << 40
 
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal")
 _REFUSALS: Final = (429, 503)
+_WHOLE: Final = ("stop", "length", "tool_calls", "function_call", "content_filter", "eos_token")
+"""Of finish_reason. After any other (abort, error) the server gave the answer up."""
 
 _decode: Final = json.JSONDecoder().decode
 
@@ -87,6 +89,8 @@ class AnswerReader:
                 self._fail(Failure.BAD_ANSWER, f"no answer of this API: {_short(str(answer))}")
             else:
                 self._object(answer, received_s)
+        if attempt.failure is None and attempt.finish_reason not in (None, *_WHOLE):
+            self._fail(Failure.STREAM_ERROR, f"finish_reason {attempt.finish_reason}")
         self.settle()
 
     def settle(self) -> None:
@@ -96,11 +100,8 @@ class AnswerReader:
             self._explain_status()
         if attempt.deliveries and attempt.output_tokens == 0:
             attempt.output_tokens = None  # text is made of tokens: that server does not count
-        chunks, n = attempt.deliveries, attempt.output_tokens
-        if any(tokens is None for _, tokens in chunks):
-            # Every chunk with text holds a token at least, so with as many tokens as chunks it holds one.
-            each = n if len(chunks) == 1 else 1 if n == len(chunks) and attempt.failure is None else None
-            attempt.deliveries = [(received_s, each) for received_s, _ in chunks]
+        if any(tokens is None for _, tokens in attempt.deliveries):
+            attempt.deliveries = [(received_s, None) for received_s, _ in attempt.deliveries]
 
     def _event(self, event: Event, received_s: float) -> None:
         if self.is_done or not event.data:
@@ -131,7 +132,7 @@ class AnswerReader:
             if _has_text(choice):
                 has_text = True
             if choice.get("finish_reason") is not None:
-                attempt.finish_reason = _short(str(choice["finish_reason"]))
+                self._finish(choice["finish_reason"], choice.get("error"))
         usage = answer.get("usage")
         said = self._usage(usage) if isinstance(usage, dict) else None
         if isinstance(answer.get("timings"), dict):
@@ -140,6 +141,15 @@ class AnswerReader:
             new = None if said is None else said - self._said_tokens
             self._said_tokens = self._said_tokens if said is None else said
             attempt.deliveries.append((received_s, new if new is not None and new > 0 else None))
+
+    def _finish(self, reason: Any, error: Any) -> None:
+        """How a choice ended. What came with it may say why: its `error`, or a reason that is an object itself."""
+        attempt = self._attempt
+        if isinstance(reason, dict):
+            reason, error = reason.get("type"), reason
+        attempt.finish_reason = _short(str(reason))
+        if isinstance(error, dict) and attempt.finish_reason not in _WHOLE:
+            attempt.error_code = _text(error.get("code")) or _text(error.get("status_code"))
 
     def _usage(self, usage: dict[str, Any]) -> int | None:
         """Returns the completion tokens so far, if it says."""
@@ -180,26 +190,20 @@ class AnswerReader:
             self._attempt.failure, self._attempt.error = failure, _short(error)
 
 
-def spread_evenly(attempts: Iterable[HttpAttempt]) -> None:
-    """Fills in the tokens of deliveries where all answers of a server have the same number of tokens to a chunk.
+def count_single_tokens(attempts: Iterable[HttpAttempt]) -> None:
+    """Fills in one token for every delivery of a server that sends its tokens one by one and does not say so.
 
-    A server that sends k tokens a chunk need not say so: every answer then has k times as many tokens as chunks. It
-    is taken for one only if that holds for every complete answer of several chunks whose counts nobody said: where
-    chunks differ in size, by speculative decoding say, answers do too. Otherwise the tokens stay None.
+    It is taken for such a one only if every complete answer whose chunks nobody counted has as many tokens as chunks:
+    a chunk with text holds one at least. Of any other server nobody knows, and the tokens stay None.
     """
-    unsaid = [
+    uncounted = [
         attempt
         for attempt in attempts
         if attempt.failure is None and attempt.deliveries and attempt.deliveries[0][1] is None
     ]
-    each = {
-        None if attempt.output_tokens is None else divmod(attempt.output_tokens, len(attempt.deliveries))
-        for attempt in unsaid
-    }
-    if len(each) != 1 or (one := each.pop()) is None or one[0] < 1 or one[1]:
-        return
-    for attempt in unsaid:
-        attempt.deliveries = [(received_s, one[0]) for received_s, _ in attempt.deliveries]
+    if all(attempt.output_tokens == len(attempt.deliveries) for attempt in uncounted):
+        for attempt in uncounted:
+            attempt.deliveries = [(received_s, 1) for received_s, _ in attempt.deliveries]
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

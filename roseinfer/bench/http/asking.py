@@ -7,6 +7,7 @@ import json
 import ssl
 from typing import Final, NamedTuple
 
+from roseinfer.bench.environment import public_text
 from roseinfer.bench.http.address import Address, headers
 from roseinfer.errors import InputError, RunError
 
@@ -48,7 +49,7 @@ class Served(NamedTuple):
 
 
 def find_model(address: Address, model: str | None, api_key: str | None) -> Served:
-    """`model`, or the only one that the server lists.
+    """`model`, or the only one that the server lists. Of one that it names by a path, the last part will do.
 
     Raises InputError where it lists others or several, RunError where nobody answers.
     """
@@ -58,7 +59,10 @@ def find_model(address: Address, model: str | None, api_key: str | None) -> Serv
         raise RunError(f"--target: nothing answers at {address.host} port {address.port}: {error}") from error
     listed = _models(answer) if answer.status == 200 else None
     if model is not None:
-        if listed and model not in listed:  # where there is no list, the requests will show it
+        called = [name for name in listed or () if public_text(name) == model]
+        if len(called) == 1:
+            model = called[0]
+        elif listed and model not in listed:  # where there is no list, the requests will show it
             raise InputError("--model", model, f"is not what the server lists: {', '.join(listed)}")
         return Served(model, answer.server)
     if listed is None:

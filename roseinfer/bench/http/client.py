@@ -44,8 +44,7 @@ MOST_WAITING_BYTES: Final = 128 * 1024 * 1024
 MOST_OPENED: Final = 8
 """Connections opened in a row before something is read, which may free some: a late client that only opens is later."""
 
-LOST_RACE_S: Final = 1.0
-"""A connection that was closed as a request went out is found closed within this time of sending."""
+SENT_AGAIN: Final = "while it was idle; the request was sent again on a new one"
 
 _LOST_RACE: Final = (Failure.RESET, Failure.CLOSED)
 
@@ -126,6 +125,7 @@ class HttpClient:
         self._waiting_bytes = 0
         self._outstanding = 0
         self._peak_outstanding = 0
+        self._resent = 0
         self._is_reusing = False  # this server keeps connections open
         self._refill_lags_s: list[float] = []
         self._ran_out_s: float | None = None
@@ -167,6 +167,7 @@ class HttpClient:
             started_utc.isoformat(),
             self._peak_outstanding,
             self._pool.opened,
+            self._resent,
             busy_share,
             self._refill_lags_s,
             self._ran_out_s,
@@ -263,7 +264,7 @@ class HttpClient:
             request.unsent_because = unsent_because(self._load.max_concurrency)
         self._n_bodies = self._n_sent
 
-    def _try(self, offer: _Offer) -> float:
+    def _try(self, offer: _Offer, *, on_a_new_connection: bool = False) -> float:
         """Returns when it was sent (clock seconds)."""
         sent_s = clock()
         attempt = HttpAttempt(sent_s=sent_s)
@@ -272,7 +273,7 @@ class HttpClient:
             self._deadlines.append(offer)
         offer.request.tries.append(attempt)
         answer = Incoming(attempt, may_wait=self._waiting_bytes < MOST_WAITING_BYTES)
-        self._begin(_Try(offer, attempt, answer), self._pool.take())
+        self._begin(_Try(offer, attempt, answer), None if on_a_new_connection else self._pool.take())
         return sent_s
 
     def _begin(self, exchange: _Try, connection: Connection | None) -> None:
@@ -360,19 +361,18 @@ class HttpClient:
             self._end(exchange, received_s)
 
     def _break(self, connection: Connection, exchange: _Try, broken: Breakage, received_s: float) -> None:
-        answer, sent_s = exchange.answer, exchange.attempt.sent_s
-        assert sent_s is not None
-        is_early = connection.exchanges > 1 and not answer.has_bytes and received_s - sent_s < LOST_RACE_S
-        if answer.close(received_s, is_clean=broken.failure is Failure.CLOSED):
+        if exchange.answer.close(received_s, is_clean=broken.failure is Failure.CLOSED):
             self._end(exchange, received_s)
-        elif is_early and broken.failure in _LOST_RACE:
-            # The server closed a connection that it held for idle, as the request was on its way. That says nothing
-            # about the request: it goes out again, and not on one that may be as old. One that the server had for
-            # longer it may have worked on: that is an error.
+        elif connection.exchanges > 1 and broken.failure in _LOST_RACE and connection.has_lost_race:
+            # The server closed a connection that was idle, as the request was on its way. That says nothing about the
+            # request: it goes out again, once, as the connection is new. Both are tries, and it is counted.
+            attempt, offer = exchange.attempt, exchange.offer
+            attempt.failure, attempt.error, attempt.ended_s = broken.failure, SENT_AGAIN, received_s
             del self._tries[connection]
-            exchange.offer.connection = None
+            offer.connection = None
             self._pool.drop(connection)
-            self._begin(exchange, None)
+            self._resent += 1
+            self._try(offer, on_a_new_connection=True)
         else:
             self._fail(exchange, broken, received_s)
 

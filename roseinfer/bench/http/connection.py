@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import socket
 import ssl
+import struct
+import termios
 import time
 from typing import Any, Final, NamedTuple, Self
 
@@ -93,8 +96,8 @@ class Connection:
     error of sending is kept until `receive` has taken what the server may have said before it.
     """
 
-    __slots__ = ("_error", "_is_there", "_out", "_route", "_socket", "exchanges", "fd", "is_closed", "is_open",
-                 "wants_write")  # fmt: skip
+    __slots__ = ("_error", "_handed_bytes", "_has_ended", "_is_there", "_out", "_route", "_socket", "exchanges", "fd",
+                 "is_closed", "is_open", "wants_write")  # fmt: skip
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -102,6 +105,8 @@ class Connection:
         self._is_there = False  # connected, though TLS may not be
         self._out = b""
         self._error: int | None = None
+        self._handed_bytes = 0  # that the system took since something was received
+        self._has_ended = False  # the server has closed, in order
         self.fd = self._socket.fileno()
         self.is_open = False
         self.is_closed = False
@@ -162,6 +167,7 @@ class Connection:
             return
         if n:
             self._is_there = self.is_open = True
+        self._handed_bytes += n
         self._out = data[n:]
         self.wants_write = bool(self._out)
 
@@ -175,13 +181,31 @@ class Connection:
                     data += self._socket.recv(more)
         except _NOT_NOW:
             return None
-        if not data and self._error is not None:
+        if data:
+            self._handed_bytes = 0
+        elif self._error is not None:
             raise OSError(self._error, os.strerror(self._error))
+        else:
+            self._has_ended = True
         return data
 
     @property
     def has_sent_all(self) -> bool:
         return not self._out
+
+    @property
+    def has_lost_race(self) -> bool:
+        """The server had closed before a byte of what was sent last was there: it cannot have read any of it.
+
+        A server that resets what it holds open is not meant: what it had read by then nobody knows.
+        """
+        if self._error is not None:
+            return not self._handed_bytes
+        if not self._has_ended or not self._handed_bytes:
+            return False
+        # What the system of the server has not acknowledged. TLS makes more bytes of them.
+        (unacknowledged,) = struct.unpack("i", fcntl.ioctl(self.fd, termios.TIOCOUTQ, bytes(4)))
+        return bool(unacknowledged >= self._handed_bytes)
 
     def close(self) -> None:
         self.is_closed = True

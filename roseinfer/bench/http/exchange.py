@@ -89,8 +89,9 @@ class RetryPolicy(Protocol):
 class HttpPlayed(NamedTuple):
     """What a client saw, in the order of arrival. `t0` is time zero in clock seconds.
 
-    `busy_share` is the CPU seconds of the client's threads over the seconds that it ran: near 1 it was the bottleneck.
-    The rest is as in `bench.client.Played`.
+    `resent` counts the requests that went out on an idle connection as the server closed it, and again on a new one:
+    each of the two is a try. `busy_share` is the CPU seconds of the client's threads over the seconds that it ran:
+    near 1 it was the bottleneck. The rest is as in `bench.client.Played`.
     """
 
     requests: list[HttpRequest]
@@ -98,6 +99,7 @@ class HttpPlayed(NamedTuple):
     started_utc: str
     peak_outstanding: int
     connections: int
+    resent: int
     busy_share: float
     refill_lags_s: list[float]
     ran_out_s: float | None

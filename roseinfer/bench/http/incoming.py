@@ -50,7 +50,7 @@ class Incoming:
             self.waits = _looks_like_most(data)
         self._reads.append((data, received_s))
         self.held_bytes += len(data)
-        if self.waits and b'"error"' not in data and b"event: error" not in data:
+        if self.waits and b'"error"' not in data and b'"abort"' not in data and b"event: error" not in data:
             # It cannot have ended with whole events, and it has with a last chunk behind [DONE]: in the text of a
             # stream neither can stand, its line ends are escaped.
             if data.endswith(_EVENT_END) and self.held_bytes <= MOST_HELD_BYTES:

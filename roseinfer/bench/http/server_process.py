@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from roseinfer.bench.environment import public_text, public_words
+from roseinfer.bench.environment import is_loopback, public_text, public_words
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import UnreachableError, ask
 from roseinfer.bench.http.parent import tied
@@ -33,6 +33,7 @@ STOP_S: Final = 20.0
 LAST_LINES: Final = 20
 MOST_OUTPUT_BYTES: Final = 64 * 1024
 _PORT: Final = "{port}"
+_NEEDS_A_KEY: Final = (401, 403)
 _OPTIONAL: Final = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 
 
@@ -62,11 +63,28 @@ def check_command(command: str, limits: Sequence[int | None]) -> None:
         raise InputError("--target-cmd", public_words(command), why)
 
 
+def check_place(address: Address) -> None:
+    """Raises InputError where the server would not run at `address`: what is started here runs here."""
+    if is_loopback(address.host):
+        return
+    try:
+        found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+        for family, _, _, _, where in found:
+            with socket.socket(family) as probe:
+                probe.bind(where)  # only one of this machine's own can be bound
+        return
+    except (OSError, UnicodeError):
+        why = (
+            "is another machine, or none: --target-cmd starts a server on this one (http://127.0.0.1:PORT/v1)"
+        )
+        raise InputError("--target", address.public, why) from None
+
+
 class ServerProcess:
     """A server that was started here, in a process group of its own, and is ready once this is made.
 
-    It ends with the thread that made this, however that ends. Raises RunError where it does not start, or where
-    something else answers at its address.
+    It ends with the thread that made this, however that ends. Raises RunError where it does not start, where
+    something else answers at its address, or where it asks for another key.
     """
 
     def __init__(self, command: Sequence[str], address: Address, api_key: str | None = None) -> None:
@@ -137,18 +155,22 @@ class ServerProcess:
     def _is_ready(self) -> bool:
         """It says so at /health, where it has one, and lists its models."""
         try:
-            health = ask(self._address, f"{self._address.root}/health", self._api_key)
-            if health.status not in (200, 404):
+            health = ask(self._address, f"{self._address.root}/health", self._api_key).status
+            if health not in (200, 404, *_NEEDS_A_KEY):
                 return False
-            return ask(self._address, f"{self._address.base}/models", self._api_key).status == 200
+            status = ask(self._address, f"{self._address.base}/models", self._api_key).status
         except UnreachableError:
             return False
+        if status in _NEEDS_A_KEY:  # no waiting mends that
+            told = "add --api-key-env" if self._api_key is None else "it is not the key of --api-key-env"
+            raise RunError(f"the server of --target-cmd asks for a key (status {status}): {told}")
+        return status == 200
 
     def _last_words(self) -> str:
         size = os.fstat(self._output.fileno()).st_size
         tail = os.pread(self._output.fileno(), MOST_OUTPUT_BYTES, max(0, size - MOST_OUTPUT_BYTES))
         lines = [line.strip() for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
-        said = " | ".join(public_text(line) for line in lines[-LAST_LINES:])
+        said = " | ".join(public_words(line) for line in lines[-LAST_LINES:])
         return f"; it said last: {said}" if said else "; it said nothing"
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import pandas as pd
 
-from roseinfer.bench.environment import GcPauses
+from roseinfer.bench.environment import GcPauses, public_text
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import find_model
@@ -82,7 +82,7 @@ class HttpTarget:
         served = find_model(self._address, self._model, self._api_key)
         self._model = served.model
         return {
-            "model": served.model,
+            "model": public_text(served.model),
             "source": "server",
             "device": self._address.place,
             "server": served.server,
@@ -103,7 +103,9 @@ class HttpTarget:
         if self._server is not None:
             self._server.check_alive(DYING_S if _lost_connections(played) else 0.0)
         is_one_text = options.prompt is not None and options.tokenizer is not None
-        factors = factor_columns(self.name, self._named(), cell, workload, is_one_text=is_one_text)
+        factors = factor_columns(
+            self.name, public_text(self._named()), cell, workload, is_one_text=is_one_text
+        )
         requests, t0 = played.requests, played.t0
         open_ended = workload.scheduled_s is None and load.duration_s is not None
         tries = (row for index, request in enumerate(requests) for row in attempt_rows(index, request, t0))
@@ -131,6 +133,7 @@ class HttpTarget:
                 "client": {
                     "busy_share": played.busy_share,
                     "connections": played.connections,
+                    "resent": played.resent,
                     "workers": options.client_workers,
                 },
                 "refill_lag_s": spread_of(played.refill_lags_s),
@@ -192,7 +195,10 @@ class HttpTarget:
         return OnDemand(make, len(workload.output_tokens))
 
     def _named(self) -> str:
-        """The model; asked for by `describe`, if nobody named it."""
+        """The model as its server names it, by a path maybe, which no record holds.
+
+        Asked for by `describe`, if nobody named it.
+        """
         assert self._model is not None
         return self._model
 

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Final
 
 from roseinfer.bench.client import LEAD_S
-from roseinfer.bench.http.answers import spread_evenly
+from roseinfer.bench.http.answers import count_single_tokens
 from roseinfer.bench.http.client import HttpClient, clock
 from roseinfer.bench.http.exchange import Endpoint, HttpPlayed, HttpRequest, RetryPolicy
 from roseinfer.bench.http.parent import tie_to
@@ -49,7 +49,7 @@ def play(
     else:
         with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
             played = client.play()
-    spread_evenly(request.tries[-1] for request in played.requests if request.tries)
+    count_single_tokens(request.tries[-1] for request in played.requests if request.tries)
     return played
 
 
@@ -140,6 +140,7 @@ def _merged(shares: list[HttpPlayed], t0: float, started: datetime) -> HttpPlaye
         started.isoformat(),
         _count_outstanding(requests),
         sum(share.connections for share in shares),
+        sum(share.resent for share in shares),
         max(share.busy_share for share in shares),
         [],
         None,

@@ -49,6 +49,10 @@ class Peer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
+    def close(self) -> None:
+        """In order."""
+        self._socket.close()
+
     def wait_for_close(self) -> None:
         """Until the client has closed."""
         while True:

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.http.answers import MOST_ERROR_CHARACTERS, AnswerReader, retry_after_s, spread_evenly
+from roseinfer.bench.http.answers import (
+    MOST_ERROR_CHARACTERS,
+    AnswerReader,
+    count_single_tokens,
+    retry_after_s,
+)
 from roseinfer.bench.http.exchange import Failure, HttpAttempt
+from roseinfer.bench.http.rows import outcome_of
+from roseinfer.bench.records import Outcome
 from tests.bench.http.scripted_server import DONE, event, text, usage
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
@@ -64,7 +71,7 @@ def test_the_clock_stops_at_the_first_generated_text_of_any_kind(delta: dict[str
     attempt = streamed(
         b": keep-alive\n\n", chat(role="assistant", content=""), chat(**delta), FINISH, usage(1), DONE
     )
-    assert attempt.deliveries == [(3.0, 1)]
+    assert attempt.deliveries == [(3.0, None)]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +99,9 @@ def test_what_holds_no_generated_text_is_no_delivery(chunk: bytes) -> None:  # c
 
 def test_two_events_of_one_read_have_its_time() -> None:
     assert streamed(text("a") + text("b"), text("c", "length"), usage(3), DONE).deliveries == [
-        (1.0, 1),
-        (1.0, 1),
-        (2.0, 1),
+        (1.0, None),
+        (1.0, None),
+        (2.0, None),
     ]
 
 
@@ -104,7 +111,7 @@ def test_an_event_has_the_time_of_the_read_that_ends_it() -> None:  # case E13
 
 
 def test_a_usage_chunk_after_the_text_does_not_move_the_end() -> None:  # case E3
-    assert streamed(text("a"), text("b", "stop"), usage(2), DONE).deliveries[-1] == (2.0, 1)
+    assert streamed(text("a"), text("b", "stop"), usage(2), DONE).deliveries[-1] == (2.0, None)
 
 
 def test_an_answer_that_was_not_streamed_is_one_delivery() -> None:
@@ -150,16 +157,9 @@ def test_no_tokens_at_all_is_an_answer() -> None:  # case E14
     assert (attempt.failure, attempt.deliveries, attempt.output_tokens) == (None, [], 0)
 
 
-def test_as_many_tokens_as_chunks_are_one_each() -> None:
-    assert streamed(text("a"), text("b"), text("c", "stop"), usage(3), DONE).deliveries == [
-        (1.0, 1),
-        (2.0, 1),
-        (3.0, 1),
-    ]
-
-
-def test_more_tokens_than_chunks_are_not_guessed() -> None:  # case E11
-    attempt = streamed(text("a"), text("b", "stop"), usage(3), DONE)
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_answer_alone_does_not_say_what_its_chunks_hold(n: int) -> None:  # case E11
+    attempt = streamed(text("a"), text("b", "stop"), usage(n), DONE)
     assert [tokens for _, tokens in attempt.deliveries] == [None, None]
 
 
@@ -190,22 +190,30 @@ def complete(n_chunks: int, output_tokens: int | None) -> HttpAttempt:
     return HttpAttempt(deliveries=chunks, output_tokens=output_tokens)
 
 
-def test_the_same_number_of_tokens_a_chunk_in_all_answers_is_that_servers_chunk() -> None:
-    attempts = [complete(50, 100), complete(10, 20), HttpAttempt(failure=Failure.STATUS)]
-    spread_evenly(attempts)
-    assert [{tokens for _, tokens in attempt.deliveries} for attempt in attempts] == [{2}, {2}, set()]
+def test_as_many_tokens_as_chunks_in_all_answers_are_one_each() -> None:
+    attempts = [complete(50, 50), complete(1, 1), HttpAttempt(failure=Failure.STATUS)]
+    count_single_tokens(attempts)
+    assert [{tokens for _, tokens in attempt.deliveries} for attempt in attempts] == [{1}, {1}, set()]
 
 
-@pytest.mark.parametrize("other", [complete(10, 30), complete(10, 21), complete(3, None), complete(3, 2)])
+@pytest.mark.parametrize(
+    "other", [complete(10, 20), complete(10, 21), complete(3, None), complete(3, 2), complete(1, 5)]
+)
 def test_one_answer_that_differs_means_that_nobody_knows(other: HttpAttempt) -> None:
-    attempts = [complete(50, 100), other]
-    spread_evenly(attempts)
+    attempts = [complete(50, 50), other]
+    count_single_tokens(attempts)
+    assert {tokens for attempt in attempts for _, tokens in attempt.deliveries} == {None}
+
+
+def test_two_tokens_to_a_chunk_in_all_answers_are_a_guess() -> None:
+    attempts = [complete(50, 100), complete(10, 20)]
+    count_single_tokens(attempts)
     assert {tokens for attempt in attempts for _, tokens in attempt.deliveries} == {None}
 
 
 def test_what_the_server_said_of_its_chunks_stays() -> None:
     said = HttpAttempt(deliveries=[(1.0, 3), (2.0, 1)], output_tokens=4)
-    spread_evenly([said, complete(2, 4)])
+    count_single_tokens([said, complete(2, 4)])
     assert said.deliveries == [(1.0, 3), (2.0, 1)]
 
 
@@ -221,6 +229,36 @@ def test_a_stream_that_does_not_say_that_it_ended_was_cut() -> None:
     attempt = streamed(text("a"), text("b"))
     assert attempt.failure is Failure.CLOSED
     assert len(attempt.deliveries) == 2
+
+
+@pytest.mark.parametrize(
+    "reason", [None, "stop", "length", "tool_calls", "function_call", "content_filter", {"type": "stop"}]
+)
+def test_an_answer_is_whole_that_ended_as_answers_do(reason: object) -> None:
+    end = event(choices=[{"index": 0, "text": "b", "finish_reason": reason}])
+    assert streamed(text("a"), end, usage(2), DONE).failure is None
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", {"type": "abort"}])
+def test_an_answer_that_the_server_gave_up_is_none(reason: object) -> None:
+    end = event(choices=[{"index": 0, "text": "", "finish_reason": reason}])
+    attempt = streamed(text("a"), end, usage(1), DONE)
+    assert attempt.failure is Failure.STREAM_ERROR
+    assert attempt.error == f"finish_reason {attempt.finish_reason}"
+    assert (len(attempt.deliveries), attempt.output_tokens) == (1, 1)
+    assert outcome_of(attempt) is Outcome.ERROR
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "", "finish_reason": "error", "error": {"code": 503}},
+        {"text": "", "finish_reason": {"type": "abort", "status_code": 429}},
+    ],
+)
+def test_one_given_up_before_any_text_for_want_of_room_is_a_refusal(choice: dict[str, object]) -> None:
+    assert outcome_of(streamed(event(choices=[choice]), DONE)) is Outcome.REJECTED
+    assert outcome_of(streamed(text("a"), event(choices=[choice]), DONE)) is Outcome.ERROR
 
 
 def test_nothing_counts_after_done() -> None:

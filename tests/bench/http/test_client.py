@@ -163,11 +163,11 @@ def test_what_nobody_need_understand_at_once_is_not_kept_without_bound(
         ]
 
 
-def test_chunks_of_two_tokens_are_taken_for_what_they_are() -> None:  # case E11
+def test_chunks_of_two_tokens_are_not_guessed() -> None:  # case E11
     answer = stream(text("a b"), text(" c d"), text(" e f", "length"), usage(6), DONE)
     with ScriptedServer(answering(answer)) as server:
         (attempt,) = last_tries(played(server.endpoint(), [0.0]))
-    assert [tokens for _, tokens in attempt.deliveries] == [2, 2, 2]
+    assert [tokens for _, tokens in attempt.deliveries] == [None, None, None]
 
 
 # --- connections
@@ -188,14 +188,16 @@ def test_a_burst_finds_its_connections_open() -> None:
     assert [request.inflight for request in result.requests] == list(range(16))
 
 
-def test_a_connection_closed_while_it_was_idle_is_replaced() -> None:  # the usual race of keep-alive
+@pytest.mark.parametrize("end", [Peer.reset, Peer.close])
+def test_a_connection_closed_while_it_was_idle_is_replaced(end: Callable[[Peer], None]) -> None:
+    """The usual race of keep-alive. Both sends are seen."""
     closed = threading.Event()
 
     def script(peer: Peer) -> None:
         peer.request()
         peer.send(TWO_TOKENS)
         if not peer.number:
-            peer.reset()
+            end(peer)
             closed.set()
         else:
             peer.wait_for_close()
@@ -210,9 +212,29 @@ def test_a_connection_closed_while_it_was_idle_is_replaced() -> None:  # the usu
         load = Load(arrival="closed", max_concurrency=1)
         with Waiting(server.endpoint(), load, None, bodies(2), Never(), seed=1) as it:
             result = it.play()
-    assert [len(request.tries) for request in result.requests] == [1, 1]
+    assert [len(request.tries) for request in result.requests] == [1, 2]
     assert [attempt.failure for attempt in last_tries(result)] == [None, None]
-    assert result.connections == 2
+    assert result.requests[1].tries[0].error == client.SENT_AGAIN
+    assert (result.resent, result.connections) == (1, 2)
+
+
+@pytest.mark.parametrize("end", [Peer.reset, Peer.close])
+def test_a_server_that_sheds_load_by_closing_is_not_asked_twice(end: Callable[[Peer], None]) -> None:
+    """It had the request, on a connection that was used before and may have been idle."""
+    taken = []
+
+    def script(peer: Peer) -> None:
+        taken.append(peer.request())
+        peer.send(TWO_TOKENS)
+        taken.append(peer.request())
+        end(peer)
+
+    with ScriptedServer(script) as server:
+        result = looped(server.endpoint(), 1, bodies(2))
+    assert [body["i"] for body in taken] == [0, 1]
+    assert [len(request.tries) for request in result.requests] == [1, 1]
+    assert last_tries(result)[1].failure in (Failure.RESET, Failure.CLOSED)
+    assert result.resent == 0
 
 
 def test_a_fresh_connection_that_is_reset_is_no_race() -> None:

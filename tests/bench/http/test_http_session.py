@@ -192,6 +192,17 @@ def test_a_client_that_was_busy_all_the_time_says_so(  # case K6
     assert answer.code == 0
 
 
+def test_a_client_that_sent_again_says_so(
+    run: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = workers.play
+    monkeypatch.setattr(target, "play", lambda *a, **k: real(*a, **k)._replace(resent=2))
+    with OpenAiServer() as server:
+        answer = run(server.url)
+    assert "requests were sent again: the server closed an idle connection as it went out" in answer.out
+    assert answer.code == 0
+
+
 def test_the_other_commands_read_such_a_run(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roseinfer.bench.gate_cli._draw_shift", lambda *_: "no figure")
     fixed = "--num-requests 60 --arrival burst -o out --quiet --prompt-len 4".split()

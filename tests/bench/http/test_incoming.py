@@ -40,7 +40,7 @@ def test_a_stream_reads_the_same_cut_anywhere(may_wait: bool) -> None:  # case E
         assert ends == [False, True]
         assert answer.is_reusable
         assert (attempt.failure, attempt.output_tokens, attempt.finish_reason) == (None, 3, "length")
-        assert [tokens for _, tokens in attempt.deliveries] == [1, 1, 1]
+        assert len(attempt.deliveries) == 3
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
@@ -64,6 +64,15 @@ def test_an_end_in_two_reads_is_an_end(cut: int) -> None:
     assert ends == [False, False, False, True]
 
 
+def test_one_that_was_given_up_does_not_wait() -> None:
+    """Whoever sent it in a closed loop pauses, as after any refusal."""
+    attempt = HttpAttempt()
+    answer = Incoming(attempt, may_wait=True)
+    assert answer.read(STREAM_HEAD + chunk(text("", "abort")) + chunk(DONE) + LAST_CHUNK, 1.0)
+    assert not answer.waits
+    assert attempt.failure is Failure.STREAM_ERROR
+
+
 def test_a_stream_that_looks_like_most_waits() -> None:
     attempt = HttpAttempt()
     answer = Incoming(attempt, may_wait=True)
@@ -72,7 +81,7 @@ def test_a_stream_that_looks_like_most_waits() -> None:
     assert answer.waits
     assert attempt == HttpAttempt()
     answer.understand()
-    assert attempt.deliveries == [(1.0, 1), (2.0, 1)]
+    assert attempt.deliveries == [(1.0, None), (2.0, None)]
     assert attempt.head_s == 1.0
 
 

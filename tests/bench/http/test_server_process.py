@@ -13,7 +13,7 @@ import pytest
 
 from roseinfer.bench.http import server_process
 from roseinfer.bench.http.address import Address
-from roseinfer.bench.http.server_process import ServerProcess, check_command, command_for
+from roseinfer.bench.http.server_process import ServerProcess, check_command, check_place, command_for
 from roseinfer.errors import InputError, RunError
 from tests.bench.http.openai_server import OpenAiServer
 
@@ -108,6 +108,32 @@ def test_one_that_is_never_ready_is_stopped(address: Address, monkeypatch: pytes
     monkeypatch.setattr(server_process, "READY_S", 0.0)
     with pytest.raises(RunError, match="was not ready after 0 s; it said nothing"):
         ServerProcess(python("import signal; signal.pause()"), address)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(
+    ("key", "told"), [(None, "add --api-key-env"), ("sk-1", "it is not the key of --api-key-env")]
+)
+def test_one_that_asks_for_a_key_is_not_waited_for(
+    address: Address, status: int, key: str | None, told: str
+) -> None:
+    code = SERVER.replace("else 200", f"else {status}")
+    with pytest.raises(RunError) as caught:
+        ServerProcess(python(code, address.port), address, key)
+    assert str(caught.value) == f"the server of --target-cmd asks for a key (status {status}): {told}"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0"])
+def test_a_command_serves_this_machine(host: str) -> None:
+    check_place(Address("http", host, 8000, "/v1"))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "gpu7.invalid"])
+def test_a_command_for_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_place(Address("http", host, 8000, "/v1"))
+    assert caught.value.name == "--target"
+    assert host not in str(caught.value)
 
 
 def test_what_it_started_is_stopped_too(address: Address, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Client:
         self.bodies += [json.loads(body) for body in bodies]
         self.endpoint, self.workers = endpoint, client_workers
         requests = [HttpRequest(at_s, tries=[self.answer(10.0 + at_s)]) for at_s in scheduled_s]
-        return HttpPlayed(requests, 10.0, "2026-01-01T00:00:00+00:00", 1, self.connections, 0.25, [], None)
+        return HttpPlayed(requests, 10.0, "2026-01-01T00:00:00+00:00", 1, self.connections, 2, 0.25, [], None)
 
     def answer(self, due_s: float) -> HttpAttempt:
         sent_s, first_s = due_s + 0.0001, due_s + 0.001
@@ -131,7 +131,7 @@ def test_rows_and_facts_pass_the_rules_and_claim_no_slot(client: Client, tmp_pat
     folder.write_cell("cell", 0, result.requests, result.steps, result.facts.to_json())
     assert check_cell(folder.read_requests(), result.facts) == []
     assert folder.read_steps().empty
-    assert result.notes["client"] == {"busy_share": 0.25, "connections": 5, "workers": 1}
+    assert result.notes["client"] == {"busy_share": 0.25, "connections": 5, "resent": 2, "workers": 1}
 
 
 def test_tries_are_kept_where_clients_retry(
@@ -177,7 +177,30 @@ def test_the_model_is_the_only_one_or_the_named(models: tuple[str, ...], named: 
     assert found.model == (named or "mock")
 
 
-@pytest.mark.parametrize(("models", "named"), [(("a", "b"), None), ((), None), (("a", "b"), "c")])
+def test_a_model_that_its_server_names_by_a_path_is_found_by_the_last_part_of_it() -> None:
+    with OpenAiServer(models=("/home/alice/models/gpt2", "gpt3")) as server:
+        found = find_model(Address.parse(server.url), "gpt2", None)
+    assert found.model == "/home/alice/models/gpt2"
+
+
+def test_its_server_hears_that_path_and_no_record_does(client: Client) -> None:
+    path = "/home/alice/models/gpt2"
+    with OpenAiServer(models=(path,)) as server:
+        made = experiment(target=server.url, num_requests=3, arrival="burst")
+        source = WorkloadSource(made, tokenizer_of(None), vocab_size=0, max_model_len=MOST_TOKENS)
+        with HttpTarget(made) as http:
+            cell = made.cells[0]
+            described = http.describe(cell)
+            result = http.run(cell, source.draw(cell, 0))
+    assert {body["model"] for body in client.bodies} == {path}
+    assert described["model"] == "gpt2"
+    assert list(result.requests["model"].unique()) == ["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [(("a", "b"), None), ((), None), (("a", "b"), "c"), (("/a/m", "/b/m"), "m")],
+)
 def test_a_model_that_is_not_there_or_not_clear_is_refused(
     models: tuple[str, ...], named: str | None
 ) -> None:

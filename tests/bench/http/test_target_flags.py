@@ -66,6 +66,10 @@ def test_a_target_is_an_engine_a_simulation_or_a_url(target: str) -> None:
     assert refused(target=target).name == "--target"
 
 
+def test_a_command_starts_no_server_on_another_machine() -> None:
+    assert refused(target="http://192.0.2.1:8000/v1", target_cmd="serve").name == "--target"
+
+
 def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "sk-1\n2")
     assert "sk-1" not in str(refused(target=URL, api_key_env="KEY"))
@@ -90,13 +94,15 @@ def test_one_burst_is_as_large_as_there_are_requests() -> None:
 
 
 def test_configuration_names_no_place_no_host_and_no_key() -> None:
+    assert experiment(target="https://gpu7.example.org/v1").configuration()["target"] == "https://remote/v1"
     configuration = experiment(
-        target="https://gpu7.example.org/v1",
+        target=URL,
         tokenizer="/home/alice/models/gpt2",
+        model="/home/alice/models/gpt2-large",
         target_cmd="/home/alice/bin/serve /home/alice/gpt2 --api-key sk-1 [[--seqs {max_inflight}]]",
     ).configuration()
-    assert configuration["target"] == "https://remote/v1"
     assert configuration["tokenizer"] == "gpt2"
+    assert configuration["model"] == "gpt2-large"
     assert configuration["target-cmd"] == "serve gpt2 --api-key *** [[--seqs {max_inflight}]]"
     assert not configuration.keys() & {"device", "max-batch-size", "cost-model"}
 
