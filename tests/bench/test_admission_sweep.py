@@ -52,8 +52,8 @@ def run(swept: Answer) -> RunFolder:
 
 
 def test_every_limit_has_its_column_as_it_is_typed(swept: Answer) -> None:
-    head = next(line for line in swept.out.splitlines() if line.startswith("admission"))
-    assert head.split() == ["admission", *LIMITS]
+    heads = [line.split()[1:] for line in swept.out.splitlines() if line.startswith("admission ")]
+    assert [limit for head in heads for limit in head] == LIMITS
     assert "With admission tokens:400 instead of none, throughput" in swept.out
 
 
@@ -172,6 +172,7 @@ def test_a_text_that_never_fits_is_a_refusal_of_a_later_stage() -> None:
         *("rejected", "tokens-never-fits", "queued"),
     )
     assert row["rejected_s"] == row["ended_s"]
-    assert (row["reserved_s"], row["released_s"]) == (row["reserved_s"], row["released_s"])  # neither is null
-    assert row["error"] is None
+    assert row["reserved_s"] <= row["ended_s"]
+    assert row["reserved_s"] <= row["released_s"]
+    assert pd.isna(row["error"])
     assert [reason for reason in check_cell(result.requests, result.facts) if "send" not in reason] == []

@@ -76,7 +76,7 @@ def test_a_rule_may_be_about_a_token_budget(tmp_path: Path) -> None:
         ('metric = "p99_ttft_ms"\nmax = 9\nobserve = 1', "observe 1: must be true or false"),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = { max_inflght = 4 }', "did you mean max_inflight"),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = { max_inflight = "many" }', 'number or "none"'),
-        ('metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "tokens" }', "must look like"),
+        ('metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "slots:4" }', "must look like"),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = 64 }', "must look like"),
         (
             'metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "none", max_inflight = 4 }',

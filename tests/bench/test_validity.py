@@ -68,7 +68,7 @@ def test_more_tokens_than_the_budget_are_a_fault() -> None:
 def test_the_burst_law_is_of_a_limit_of_requests_alone() -> None:
     burst = measured(limit=3)  # a budget refused them, the limit would have let twice as many in
     facts = replace(facts_of(burst), limit=6)
-    assert "refused" in the_reason(burst, facts)
+    assert "2 refusals were due, 5 were counted" in the_reason(burst, facts)
     assert check_cell(burst, replace(facts, token_limit=100, peak_held_tokens=90)) == []
 
 
