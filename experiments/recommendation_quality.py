@@ -154,10 +154,12 @@ def _place(found: Recommendation) -> float:
     """In the coarse list, from 0; -1 is none, and what lies between two limits lies between their places."""
     if found.chosen is None:
         return -1.0
-    if found.chosen.limit is None:
+    if found.chosen.max_inflight is None:
         return len(COARSE) - 1.0
     known = [limit for limit in COARSE if limit is not None]
-    return float(np.interp(found.chosen.limit, known, range(len(known)), left=-0.5, right=len(known) - 0.5))
+    return float(
+        np.interp(found.chosen.max_inflight, known, range(len(known)), left=-0.5, right=len(known) - 0.5)
+    )
 
 
 def main() -> None:

@@ -10,7 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from roseinfer.admission import Admission, TicketState
-from roseinfer.errors import InputError, InvariantError, PromptTooLongError
+from roseinfer.errors import (
+    InputError,
+    InvariantError,
+    PromptTooLongError,
+    SchedulerManagerOverloadedError,
+)
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
 from roseinfer.request import FinishReason, Request, TokenEvent
@@ -64,17 +69,20 @@ class Core:
         return []
 
     def tokenized(self, request_id: int, prompt_ids: Sequence[int], now: float) -> list[TokenEvent]:
-        """The prompt's ids, stamped when they were ready. Ends a request whose prompt can never fit."""
+        """The prompt's ids, stamped when they were ready. Ends a request whose prompt can never fit.
+
+        What fits the engine may still exceed a token budget: known only now, it ends the request as well.
+        """
         request = self._live.get(request_id)
         if request is None:
             return []  # aborted meanwhile
         request.tokenized_s = now
         try:
             self.check_fits(len(prompt_ids), request.params.max_new_tokens)
-        except InputError as error:
+            self.admission.adjust(request.ticket, len(prompt_ids) + request.params.max_new_tokens, now)
+        except (InputError, SchedulerManagerOverloadedError) as error:
             return [self._end(request, now, FinishReason.ERROR, error=error)]
         request.prompt_ids = prompt_ids
-        self.admission.adjust(request.ticket, request.max_len)
         self.scheduler.ready(request)
         return []
 
@@ -166,9 +174,14 @@ class Core:
             if request.aborted and not request.num_pending:
                 raise InvariantError(f"request {request.request_id} was aborted and lingers")
         # Before counting: meanwhile readers may give slots back, and callers may reserve.
-        counts, limit = self.admission.counts(), self.admission.limit
+        counts, limit, budget = self.admission.counts(), self.admission.limit, self.admission.token_limit
         if counts.reserved != counts.inflight + counts.released or counts.backlog_tokens < 0:
             raise InvariantError(f"admission contradicts itself: {counts}")
+        held_tokens = sum(request.ticket.held_tokens for request in self._live.values())
+        if held_tokens > counts.held_tokens or (budget is not None and counts.held_tokens > budget):
+            raise InvariantError(
+                f"live requests hold {held_tokens} tokens, {counts.held_tokens} are held, budget {budget}"
+            )
         unread = sum(request.ticket.state is not TicketState.RELEASED for request in self._unread)
         if len(self._live) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
             raise InvariantError(

@@ -14,6 +14,7 @@ RoseinferError
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 
 class RoseinferError(Exception):
@@ -71,22 +72,48 @@ class ModelError(InputError):
     """A model that cannot be found, read, or computed faithfully by this engine."""
 
 
-class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
-    """Admission refused the request. Nothing was tokenised, queued or opened for it.
+TOKENS_NEVER_FIT: Final = "tokens-never-fits"
+"""The reason of a refusal that no waiting mends: the request alone asks for more than the token budget."""
 
-    `limit` is the configured bound and `inflight` what was in flight when the request came; they are
-    separate figures. `retry_after_s` is the expected time until a slot comes free, None while unknown.
+
+class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
+    """Admission refused the request.
+
+    `reason` is "inflight", "tokens" or "tokens-never-fits". `limit` is the configured bound that was met, `measured`
+    what was held against it when the request came, and `asked` what the request would have added: requests for the
+    first, tokens for the others. `inflight` is always the requests in flight. Limit and measured are separate figures.
+    `stage` is "submit", where nothing was tokenised, queued or opened for it, or "queued" where the true number of its
+    tokens, known later than its slot was taken, did not fit; then its stream ends with this error.
+    `retry_after_s` is the expected time until there is room, None while that is unknown, or never.
     """
 
-    def __init__(self, *, limit: int, inflight: int, reason: str, retry_after_s: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int,
+        inflight: int,
+        reason: str,
+        retry_after_s: float | None,
+        measured: int | None = None,
+        asked: int = 1,
+        stage: str = "submit",
+    ) -> None:
         super().__init__(limit, inflight, reason, retry_after_s)
         self.limit = limit
         self.inflight = inflight
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.measured = inflight if measured is None else measured
+        self.asked = asked
+        self.stage = stage
 
     def __str__(self) -> str:
         # Made when somebody reads it: a refusal has to be cheap.
+        if self.reason == TOKENS_NEVER_FIT:
+            return f"asks for {self.asked} tokens in flight, the limit alone is {self.limit} ({self.reason})"
+        if self.reason == "tokens":
+            held = f"{self.measured} held, {self.asked} more asked for"
+            return f"too many tokens in flight: {held}, limit {self.limit} ({self.reason})"
         return f"too many inflight requests: {self.inflight} in flight, limit {self.limit} ({self.reason})"
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from roseinfer.admission import Admission, AdmissionCounts
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
@@ -40,6 +41,9 @@ class SchedulerManager:
 
     max_inflight_requests: bound on tokenising + waiting + running + ended-but-unread; None is no bound. Over it,
         `submit` and `add_request` raise SchedulerManagerOverloadedError before anything is tokenised.
+    admission: the same in full, "inflight:64", or a budget of tokens, "tokens:16384": the sum of prompt +
+        max_new_tokens over all that are in flight, where a text counts its bytes until it is tokenised; or both,
+        "inflight:64+tokens:16384". A text that turns out to exceed the budget by itself ends with that error.
     max_active_requests, max_batch_size: bounds on what runs at a time.
     max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
     tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
@@ -61,6 +65,7 @@ class SchedulerManager:
         tokenize_workers: int = 0,
         unread_timeout_s: float = 60.0,
         *,
+        admission: str | None = None,
         clock: Clock = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
@@ -79,7 +84,7 @@ class SchedulerManager:
             else max_num_batched_tokens,
         )
         self.limits.check()
-        self.admission = Admission(max_inflight_requests)
+        self.admission = Admission(*admission_of(max_inflight_requests, admission))
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
@@ -111,6 +116,8 @@ class SchedulerManager:
         )
         self._tokenizer = engine.make_tokenizer()
         self._tokenizer_lock = threading.Lock()
+        # A bound must hold where it is counted against a budget: a tokenizer may put its own tokens in front.
+        self._added_tokens = 0 if self.admission.token_limit is None else len(self._tokenizer.encode(""))
         self._pool = TokenizerPool(tokenize_workers, engine.make_tokenizer) if tokenize_workers else None
         self._thread: threading.Thread | None = None
         if start:
@@ -135,7 +142,12 @@ class SchedulerManager:
             raise InputError("mailbox", mailbox, "was made by another manager")
         if self._closed:
             raise self._closed_error()
-        ticket = self.admission.reserve(self._clock(), _most_tokens(prompt) + params.max_new_tokens)
+        is_text = isinstance(prompt, str)
+        ticket = self.admission.reserve(
+            self._clock(),
+            _most_tokens(prompt) + params.max_new_tokens + (self._added_tokens if is_text else 0),
+            is_bound=is_text,
+        )
         request = None
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)

@@ -236,7 +236,8 @@ def _json(session: Session) -> dict[str, Any]:
             {
                 "factors": dict(one.factors),
                 "qualifies": one.chosen is not None,
-                "max_inflight": None if one.chosen is None else one.chosen.limit,
+                "admission": None if one.chosen is None else one.chosen.limit,
+                "max_inflight": None if one.chosen is None else one.chosen.max_inflight,
                 "served_share": None if one.chosen is None else one.chosen.served_share,
                 "sentence": one.sentence(),
             }

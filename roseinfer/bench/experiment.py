@@ -9,12 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.environment import public_text, public_url, public_words
-from roseinfer.bench.flag_values import LARGEST, check_spread, whole_numbers, wrong
-from roseinfer.bench.http_options import LIMIT_WORD
+from roseinfer.bench.flag_values import LARGEST, admissions, check_spread, whole_numbers, wrong
+from roseinfer.bench.http_options import ADMISSION_WORD, LIMIT_WORD
 from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
 from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
-from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, RunOptions, is_url
+from roseinfer.bench.options import DEVICES, DTYPES, NOT_CONFIGURATION, RunOptions, is_url
 from roseinfer.bench.target_flags import check_target, unread
 from roseinfer.errors import InputError
 from roseinfer.model_source import local_path
@@ -45,7 +46,7 @@ DEFAULT_MODEL: Final = "builtin:gpt2"
 
 
 class Cell(NamedTuple):
-    """One combination of factors, named as `records.FACTORS`.
+    """One combination of factors: the bounds of its admission, and the others named as `records.FACTORS`.
 
     None: no limit; no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
     """
@@ -55,10 +56,21 @@ class Cell(NamedTuple):
     prompt_len: int | None
     output_len: int | None
     request_rate: float | None = None
+    max_inflight_tokens: int | None = None
+
+    @property
+    def admission(self) -> AdmissionSpec:
+        return AdmissionSpec(self.max_inflight, self.max_inflight_tokens)
+
+    def at(self, admission: AdmissionSpec) -> Cell:
+        """The cell with this limit in place of its own."""
+        return self._replace(max_inflight=admission.inflight, max_inflight_tokens=admission.tokens)
 
     @property
     def cell_id(self) -> str:
-        parts: dict[str, object] = {"inflight": self.max_inflight or "none", "burst": self.burst_size}
+        is_unlimited = self.admission == AdmissionSpec()
+        parts: dict[str, object] = {"inflight": "none" if is_unlimited else self.max_inflight}
+        parts |= {"tokens": self.max_inflight_tokens, "burst": self.burst_size}
         parts |= {"prompt": self.prompt_len, "output": self.output_len}
         parts["rate"] = None if self.request_rate is None else f"{self.request_rate:g}"
         return "-".join(f"{name}_{value}" for name, value in parts.items() if value is not None)
@@ -66,7 +78,7 @@ class Cell(NamedTuple):
     @property
     def shape(self) -> Cell:
         """The cell without its limit: cells of one shape get the same requests at the same times."""
-        return self._replace(max_inflight=None)
+        return self.at(AdmissionSpec())
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,7 @@ class Experiment:
         Raises InputError naming flag and value.
         """
         o = options
-        limits = [
-            None if limit == 0 else limit
-            for limit in whole_numbers("max_inflight", o.max_inflight, least=0, hint=f" ({NO_LIMIT})")
-        ]
+        limits = admissions(o, given)
         for field, least in _LEAST.items():
             value = getattr(o, field)
             if value is not None and not least <= value <= LARGEST:
@@ -127,7 +136,7 @@ class Experiment:
         experiment = cls(
             options=o,
             load=load,
-            cells=tuple(shape._replace(max_inflight=limit) for limit in limits for shape in shapes),
+            cells=tuple(shape.at(limit) for limit in limits for shape in shapes),
             slos=slos,
             goals=goals,
             metadata=metadata,
@@ -205,7 +214,8 @@ class Experiment:
     def server_of(self, cell: Cell) -> object:
         """Equal for cells that are run on one and the same server; of others than --target-cmd starts all are."""
         command = self.options.target_cmd
-        return cell.max_inflight if command is not None and LIMIT_WORD in command else None
+        is_set = command is not None and (LIMIT_WORD in command or ADMISSION_WORD in command)
+        return cell.admission if is_set else None
 
     def offered(self, cell: Cell) -> int | None:
         """Requests of a cell and repeat, as far as the flags alone say it."""

@@ -74,6 +74,14 @@ class RunOptions(LoadOptions, HttpOptions):
             help=f"Admission limit: waiting + running + unread requests; {NO_LIMIT}.",
         ),
     ] = "0"
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="The same in full, inflight:N, or a budget of tokens, tokens:N: the sum of prompt + new tokens over"
+            " all that is in flight; or both, inflight:N+tokens:M; none is no limit.",
+        ),
+    ] = None
     max_active_requests: Annotated[int | None, whole_option(help="Requests that run at a time.")] = None
     max_batch_size: Annotated[int, whole_option(help="Requests in one step of the engine.")] = 32
     max_num_batched_tokens: Annotated[
@@ -156,7 +164,15 @@ class SweepOptions(RunOptions):
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and end.")] = False
 
 
-SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens", "request_rate", "load")
+SWEPT: Final = (
+    "max_inflight",
+    "admission",
+    "burst_size",
+    "prompt_len",
+    "max_new_tokens",
+    "request_rate",
+    "load",
+)
 """Fields that take comma lists."""
 
 NOT_CONFIGURATION: Final = frozenset(

@@ -8,11 +8,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.recommend import Evidence, Recommendation, Slo, best, recommend
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.resimulate import at_limits
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import limit_label
+from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import CostModel
 
 BETWEEN: Final = 3
@@ -69,8 +71,16 @@ def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int
 def predictions(
     folder: RunFolder, model: CostModel, measured: Sequence[Recommendation], slos: Sequence[Slo], *, seed: int
 ) -> list[Prediction]:
-    """One for each of `measured`, in their order. Raises InputError where the run cannot be simulated."""
-    limits = list(dict.fromkeys(one.limit for found in measured for one in found.evidence))
+    """One for each of `measured`, in their order.
+
+    Raises InputError where the run cannot be simulated, and where it limits tokens: what its texts hold until they
+    are tokenised no simulation knows.
+    """
+    specs = list(dict.fromkeys(parse_admission(one.limit) for found in measured for one in found.evidence))
+    budgets = [str(spec) for spec in specs if spec.tokens is not None]
+    if budgets:
+        raise InputError("--cost-model", model.name, f"predicts limits of requests, not {budgets[0]}")
+    limits = [spec.inflight for spec in specs]
     unlimited = [facts["peak_inflight"] for facts in folder.read_facts().values() if facts["limit"] is None]
     peak = max([1, *(peak for peak in unlimited if peak is not None)])
     simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)])

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pandas as pd
 
 from roseinfer.bench.experiment import Experiment
+from roseinfer.bench.flag_values import admissions
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.measurement import summary_of
 from roseinfer.bench.options import SweepOptions
@@ -146,7 +147,7 @@ class Prober:
 
     def kept_busy(self) -> Probe:
         """A closed loop of as many users as there are slots: what the server completes at most."""
-        users = [int(self.options.max_inflight) or BUSY_USERS]
+        users = [admissions(self.options, self._given)[0].inflight or BUSY_USERS]
         users += [n for n in (self.options.num_requests, self.options.max_concurrency) if n is not None]
         return self._probe("kept_busy", decides=False, **_WITHOUT_A_RATE, max_concurrency=min(users))
 

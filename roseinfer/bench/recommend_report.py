@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.predicted_limits import Prediction
 from roseinfer.bench.recommend import Evidence, Recommendation
 from roseinfer.bench.report import FEW_REPEATS
@@ -33,7 +34,7 @@ def lines(found: Recommendation, prediction: Prediction | None) -> list[str]:
     rows = [(one, "measured") for one in found.evidence]
     if prediction is not None:
         rows += [(one, "predicted") for one in prediction.between]
-    rows.sort(key=lambda row: math.inf if row[0].limit is None else row[0].limit)
+    rows.sort(key=lambda row: parse_admission(row[0].limit).place)
     sentences = [found.sentence(), price(found), found.how_sure()]
     if prediction is not None:
         sentences.append(prediction.sentence())
@@ -66,7 +67,8 @@ def to_json(found: Recommendation, prediction: Prediction | None) -> dict[str, A
         "factors": dict(found.factors),
         "slos": [str(slo) for slo in found.slos],
         "qualifies": found.chosen is not None,
-        "max_inflight": None if found.chosen is None else found.chosen.limit,
+        "admission": None if found.chosen is None else found.chosen.limit,
+        "max_inflight": None if found.chosen is None else found.chosen.max_inflight,
         "runner_up": None if found.runner_up is None else limit_label(found.runner_up.limit),
         "evidence": evidence,
         "sentences": [sentence for sentence in sentences if sentence is not None],

@@ -124,8 +124,9 @@ def _probers(o: CapacityOptions, given: Collection[str], run_id: str, is_at_give
     """What measures, and before it, where a cost model is to propose, what simulates. All flags are checked here."""
     from roseinfer.bench.probe import Prober
 
-    if is_at_given_load and "max_inflight" in given:
-        raise InputError("--max-inflight", o.max_inflight, "is what is searched for at a given load")
+    for field in ("max_inflight", "admission"):
+        if is_at_given_load and field in given:
+            raise InputError(flag(field), getattr(o, field), "is what is searched for at a given load")
     values = {field.name: getattr(o, field.name) for field in fields(RunOptions)}
     options = SweepOptions(**values, slo=o.slo)
     # A bar is worth seeing; a line a cell would hide the line a probe.

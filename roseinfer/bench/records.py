@@ -18,6 +18,9 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     inflight_at_send                              admission's own count             what this client had outstanding
     status_code, server_queue_s, server_prefill_s null                              as the server says
 
+A refusal of the stage "queued" has the columns of an admitted row too, as far as it got. `reject_stage` "submit" is
+known to the caller before anything is done for the request.
+
 The simulated target fills what the in-process one does, but with --no-token-times no list: token_times_s,
 chunk_times_s, chunk_tokens and the members of steps are null.
 """
@@ -47,7 +50,7 @@ class Outcome(StrEnum):
 HTTP: Final = "http"
 """The target of rows that a client wrote alone: nothing of what went on in the server is in them."""
 
-FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len", "request_rate")
+FACTORS: Final = ("admission", "burst_size", "prompt_len", "output_len", "request_rate")
 """The columns that tell the cells of a sweep apart."""
 
 FACTOR_NAMES: Final = {
@@ -67,7 +70,7 @@ _FACTOR_FIELDS = [
     ("target", pa.string()),
     ("model", pa.string()),
     ("admission", pa.string()),
-    ("max_inflight", pa.int64()),  # null: no limit
+    ("max_inflight", pa.int64()),  # null: no limit, or another than of requests alone
     ("burst_size", pa.int64()),
     ("prompt_len", pa.int64()),
     ("output_len", pa.int64()),

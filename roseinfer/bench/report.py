@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.explain import explain, explain_sentence
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import slots_freed_during_burst
@@ -16,14 +17,14 @@ from roseinfer.bench.ratios import paired_ratio
 from roseinfer.bench.records import FACTORS, HTTP
 from roseinfer.bench.stats import percentile_label, smallest_sample, trusted_sample
 from roseinfer.bench.steady_state import OPEN_LOOP
-from roseinfer.bench.summary import factor_text, limit_label, pooled
+from roseinfer.bench.summary import factor_text, limit_label, pooled, sort_cells
 
 PERCENTILES: Final = (50, 95, 99)
 METRIC_NAMES: Final = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
 OF_ITSELF: Final = {"server_queue": "queue", "server_prefill": "prefill"}
 """Durations that a remote server may say of itself."""
 
-OTHERS: Final = tuple(factor for factor in FACTORS if factor != "max_inflight")
+OTHERS: Final = FACTORS[1:]
 TABLE_WIDTH: Final = 100
 NARROWEST: Final = 40
 BUSY_LOAD_PER_CORE: Final = 1.5
@@ -50,10 +51,17 @@ def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
         **{f"{which}_n": totals["cell_id"].map(each.agg(which)) for which in ("min", "max")}
     )
     for _, cells in totals.groupby(list(OTHERS), dropna=False, sort=True):
-        limits = [limit_label(limit) for limit in cells["max_inflight"]]
         records = cells.to_dict("records")
-        lines = [("max inflight", limits), *_lines(records)]
+        lines = [_limits(cells["admission"]), *_lines(records)]
         yield "\n".join([_heading(cells.iloc[0]), *layout(lines, width), *_wrapped(_notes(records), width)])
+
+
+def _limits(admissions: Iterable[str]) -> Line:
+    """Numbers alone where all limits are of requests, else every limit as it is typed."""
+    limits = list(admissions)
+    if any(parse_admission(limit).tokens is not None for limit in limits):
+        return "admission", limits
+    return "max inflight", [limit_label(limit) for limit in limits]
 
 
 def _heading(cell: pd.Series[Any]) -> str:
@@ -84,11 +92,11 @@ def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
         )
     if any(not pd.isna(cell["repeats_needed"]) for cell in cells):
         yield "Repeats to compare: on each side, for +15 % in p99 TTFT to be told from +10 % nine times in ten."
-    empty = [limit_label(cell["max_inflight"]) for cell in cells if not cell["completed"]]
+    empty = [limit_label(cell["admission"]) for cell in cells if not cell["completed"]]
     if empty:
         yield f"NOTHING COMPLETED at limit {', '.join(empty)}: there is no latency and no throughput."
     enough = trusted_sample(99)
-    few = [limit_label(cell["max_inflight"]) for cell in cells if 0 < cell["n_ttft"] < enough]
+    few = [limit_label(cell["admission"]) for cell in cells if 0 < cell["n_ttft"] < enough]
     if few:
         yield (
             f"Warning: under {enough} requests behind p99 TTFT at limit {', '.join(few)}: more than once in 20"
@@ -237,12 +245,13 @@ def _bounds(cell: dict[Any, Any], name: str) -> str:
 def conclusions(summary: pd.DataFrame) -> list[str]:
     """For each limit a sentence: what it did to throughput and to the p99s, and at what price in refusals.
 
-    Compared is with the loosest limit of the same cells, repeat by repeat: these had the same requests.
+    Compared is with the loosest limit of the same cells (no limit, or the last in the table), repeat by repeat: these
+    had the same requests.
     """
     varied = [factor for factor in OTHERS if summary[factor].nunique() > 1]
     sentences = []
     for _, cells in summary.groupby(list(OTHERS), dropna=False, sort=True):
-        totals = pooled(cells).sort_values("max_inflight", na_position="last").to_dict("records")
+        totals = sort_cells(pooled(cells)).to_dict("records")
         for total in totals[:-1]:
             where = ", ".join(factor_text(factor, total[factor]) for factor in varied)
             sentences.append(
@@ -252,9 +261,11 @@ def conclusions(summary: pd.DataFrame) -> list[str]:
 
 
 def _conclusion(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any, Any]) -> str:
-    limits = (
-        f"max inflight {limit_label(total['max_inflight'])} instead of {limit_label(loosest['max_inflight'])}"
-    )
+    tight, loose = parse_admission(total["admission"]), parse_admission(loosest["admission"])
+    if tight.tokens is None and loose.tokens is None:
+        limits = f"max inflight {tight.label} instead of {loose.label}"
+    else:
+        limits = f"admission {tight} instead of {loose}"
     throughput = (
         f"throughput went from {_number(loosest['output_throughput'])}"
         f" to {_number(total['output_throughput'])} tokens/s{_paired_ratio(cells, total, loosest)}"

@@ -22,7 +22,7 @@ from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import CostModel
 
 _KEPT: Final = (
-    *("max_inflight", "max_active_requests", "max_batch_size", "pretok", "tokenize_workers"),
+    *("max_inflight", "admission", "max_active_requests", "max_batch_size", "pretok", "tokenize_workers"),
     *("duration", "max_concurrency", "timeout", "seed", "repeats"),
 )
 """Fields of a run's configuration that its simulation has too. When to send what is in its workload."""
@@ -140,6 +140,8 @@ def _experiment(folder: RunFolder, model: CostModel, sizes: EngineSizes | None) 
         why = f"its clients retry (--retry {saved['retry']}), which those of a simulation do not"
         raise InputError("RUN", str(folder.path), why)
     values: dict[str, Any] = {field: saved[field] for field in _KEPT if saved.get(field) is not None}
+    if "admission" in values:
+        del values["max_inflight"]  # what it stands at where nobody named it
     if manifest.get("target") != HTTP:
         values["max_model_len"] = manifest["model"].get("max_model_len")
     elif sizes is None:

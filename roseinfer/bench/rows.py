@@ -85,8 +85,8 @@ def factor_columns(
     return {
         "target": target,
         "model": model,
-        "admission": "none" if cell.max_inflight is None else f"inflight:{cell.max_inflight}",
-        "max_inflight": cell.max_inflight,
+        "admission": str(cell.admission),
+        "max_inflight": cell.max_inflight if cell.max_inflight_tokens is None else None,
         "burst_size": cell.burst_size,
         "prompt_len": prompt_len,
         "output_len": cell.output_len,
@@ -121,7 +121,7 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "rejected_s": returned_s,
             "ended_s": returned_s,
             "reject_reason": attempt.failure.reason,
-            "reject_stage": "submit",
+            "reject_stage": attempt.failure.stage,
         }
     if attempt.failure is not None:
         return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": error_text(attempt.failure)}
@@ -157,6 +157,14 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
             "finish_reason": event.finish_reason,
             "error": None if event.error is None else error_text(event.error),
         }
+        if isinstance(event.error, SchedulerManagerOverloadedError):
+            end |= {
+                "outcome": Outcome.REJECTED,
+                "rejected_s": end["ended_s"],
+                "reject_reason": event.error.reason,
+                "reject_stage": event.error.stage,
+                "error": None,
+            }
     return {
         **stamps,
         **end,

@@ -36,7 +36,7 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
     if not isinstance(fate, Request):
         at_s = sent.returned_s
         if isinstance(fate, SchedulerManagerOverloadedError):
-            refused = (fate.inflight, at_s, Outcome.REJECTED, at_s, fate.reason, "submit", None)
+            refused = (fate.inflight, at_s, Outcome.REJECTED, at_s, fate.reason, fate.stage, None)
             return (*known, *refused, *_NOT_SERVED)
         failed = (None, at_s, Outcome.ERROR, None, None, None, error_text(fate))
         return (*known, *failed, *_NOT_SERVED)
@@ -52,7 +52,10 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
         assert fate.finish_reason is not None
         assert sent.ended_s is not None
         ended_s, outcome, reason = sent.ended_s, OUTCOMES[fate.finish_reason], fate.finish_reason
-        if sent.error is not None:
+        if isinstance(sent.error, SchedulerManagerOverloadedError):
+            outcome = Outcome.REJECTED
+            unserved = (ended_s, sent.error.reason, sent.error.stage, None)
+        elif sent.error is not None:
             unserved = (None, None, None, error_text(sent.error))
     lists = (times_s, received_s, [1] * n) if n and keeps_times else (None, None, None)
     ticket = fate.ticket

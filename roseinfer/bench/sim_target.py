@@ -135,7 +135,9 @@ class SimTarget:
         facts = CellFacts(
             offered=run.offered,
             limit=cell.max_inflight,
+            token_limit=cell.max_inflight_tokens,
             peak_inflight=counts.peak_inflight,
+            peak_held_tokens=counts.peak_held_tokens,
             inflight_integral_s=counts.inflight_integral_s,
             inflight_at_start=0,
             started_utc=VIRTUAL_START_UTC,
@@ -177,7 +179,7 @@ class SimTarget:
         """The sizes of the simulated engine."""
         options = self._experiment.options
         return SimLimits(
-            max_inflight_requests=cell.max_inflight,
+            admission=str(cell.admission),
             max_batch_size=options.max_batch_size,
             max_active_requests=options.max_active_requests,
             # As an engine on a CPU chooses it.

@@ -21,6 +21,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.ratios import fewest_repeats, repeats_needed
@@ -162,9 +163,16 @@ def summarise(
 
 def sort_cells(summary: pd.DataFrame) -> pd.DataFrame:
     """`summary` with its cells ordered by their factors, "no limit" last, and pooled rows after repeats."""
-    others = [factor for factor in FACTORS if factor != "max_inflight"]
-    by = [*others, "max_inflight", "cell_id", "repeat"]
-    return summary.sort_values(by, na_position="last", kind="stable", ignore_index=True)
+    by = [*FACTORS[1:], "admission", "cell_id", "repeat"]
+    return summary.sort_values(by, key=admission_places, na_position="last", kind="stable", ignore_index=True)
+
+
+def admission_places(column: pd.Series[Any]) -> pd.Series[Any]:
+    """For `sort_values(key=...)`: of the column `admission` the places of its limits, others as they are."""
+    if column.name != "admission":
+        return column
+    limits = sorted(column.unique(), key=lambda text: parse_admission(text).place)
+    return column.map({limit: place for place, limit in enumerate(limits)})
 
 
 def pooled(summary: pd.DataFrame) -> pd.DataFrame:
@@ -179,9 +187,9 @@ def samples_of(derived: pd.DataFrame) -> Samples:
     return _samples(derived, completed, np.ones(len(derived), dtype=bool) if cut is None else cut[1])
 
 
-def limit_label(max_inflight: float | None) -> str:
-    """What tables and figures call a limit: "64", or "no limit" for null."""
-    return "no limit" if max_inflight is None or pd.isna(max_inflight) else str(int(max_inflight))
+def limit_label(admission: str) -> str:
+    """What tables and figures call a limit: "64", "tokens 4096" or "no limit"."""
+    return parse_admission(admission).label
 
 
 def _rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:

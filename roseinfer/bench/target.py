@@ -61,7 +61,9 @@ class InProcessTarget:
             facts=CellFacts(
                 offered=len(played.attempts) if open_ended else len(workload.prompt_tokens),
                 limit=cell.max_inflight,
+                token_limit=cell.max_inflight_tokens,
                 peak_inflight=counts.peak_inflight,
+                peak_held_tokens=counts.peak_held_tokens,
                 inflight_integral_s=counts.inflight_integral_s,
                 inflight_at_start=inflight_at_start,
                 started_utc=played.started_utc,
@@ -89,7 +91,7 @@ class InProcessTarget:
                 self._engine,
                 max_batch_size=options.max_batch_size,
                 max_active_requests=options.max_active_requests,
-                max_inflight_requests=cell.max_inflight,
+                admission=str(cell.admission),
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,

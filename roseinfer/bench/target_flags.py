@@ -8,7 +8,8 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Final
 
-from roseinfer.bench.flag_values import wrong
+from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench.flag_values import admissions, wrong
 from roseinfer.bench.http_options import APIS, RETRIES, HttpOptions
 from roseinfer.bench.options import TARGETS, RunOptions, flag, is_url
 from roseinfer.errors import InputError
@@ -125,12 +126,11 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
         raise wrong("client_workers", o, f"must be a whole number from 1 to {MOST_CLIENT_WORKERS}")
     if o.client_workers > 1 and o.max_concurrency is not None:
         raise wrong("client_workers", o, "cannot share --max-concurrency: its permits are one queue")
-    limits = [int(text) or None for text in o.max_inflight.split(",")]
+    limits = admissions(o, given)
     if o.target_cmd is None:
-        if limits != [None]:
-            raise wrong(
-                "max_inflight", o, f"is the server's to set: needs {flag('target_cmd')} with {{max_inflight}}"
-            )
+        if limits != [AdmissionSpec()]:
+            field = "max_inflight" if o.admission is None else "admission"
+            raise wrong(field, o, f"is the server's to set: needs {flag('target_cmd')} with {{{field}}}")
     else:
         check_place(address)
         check_command(o.target_cmd, limits)

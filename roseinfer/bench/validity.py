@@ -58,7 +58,8 @@ class CellFacts:
 
     `offered` is the number of requests of the workload. The in-flight figures are admission's own: the
     highest count, the count when the first request was sent, and the integral over time in
-    request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit;
+    request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit of
+    requests, `token_limit` for no limit of tokens, of which `peak_held_tokens` were held at most;
     `started_utc` is the cell's time zero in ISO 8601.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
@@ -75,6 +76,8 @@ class CellFacts:
     peak_outstanding: int | None = None
     ramp_s: float | None = None
     ran_out_s: float | None = None
+    token_limit: int | None = None
+    peak_held_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -100,8 +103,12 @@ def check_cell(
         *check_pacing(requests),
         *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
-        # By the law of an idle engine whose slots are on record.
-        *(check_burst_law(requests, facts.limit) if facts.inflight_at_start == 0 else []),
+        # By the law of an idle engine whose slots are on record, and are all that is limited.
+        *(
+            check_burst_law(requests, facts.limit)
+            if facts.inflight_at_start == 0 and facts.token_limit is None
+            else []
+        ),
     ]
 
 
@@ -139,6 +146,9 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     found = []
     if facts.limit is not None and facts.peak_inflight > facts.limit:
         found.append(f"{facts.peak_inflight} requests were in flight at once, the limit is {facts.limit}")
+    tokens, budget = facts.peak_held_tokens, facts.token_limit
+    if budget is not None and (tokens is None or tokens > budget):
+        found.append(f"{tokens} tokens were in flight at once, the limit is {budget}")
     index, reserved_s, released_s = (
         requests[name].to_numpy() for name in ("request_index", "reserved_s", "released_s")
     )

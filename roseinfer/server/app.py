@@ -42,7 +42,7 @@ def create_app(
 ) -> FastAPI:
     """An OpenAI-compatible app in front of a SchedulerManager of its own, which `app.state.service` holds.
 
-    max_inflight_requests: over it, requests are answered 429; None is no limit.
+    max_inflight_requests: over it, requests are answered 429; None is no limit. `admission` says it in full.
     model_name: what clients call the model; None takes the engine's own name for it.
     api_key: asked of every request but /health and /ready; None asks for none.
     write_timeout_s: how long a client may take nothing of its stream before its request ends.

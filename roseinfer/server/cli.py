@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 from typer.exceptions import TyperException
 
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
 from roseinfer.bench.load_options import decimal_option, whole_option
 from roseinfer.bench.options import DEVICES, DTYPES
 from roseinfer.errors import InputError, RoseinferError, check_whole
@@ -69,6 +70,14 @@ def command(
             " answered 429; 0 means no limit. Each process counts its own: four of them let four times as many in.",
         ),
     ] = 0,
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="The same in full, inflight:N, or a budget of tokens, tokens:N: the sum of prompt + max_tokens over"
+            " all requests in flight; or both, inflight:N+tokens:M; none is no limit.",
+        ),
+    ] = None,
     max_active_requests: Annotated[int | None, whole_option(help="Requests that run at a time.")] = None,
     max_batch_size: Annotated[int, whole_option(help="Requests in one step of the engine.")] = 32,
     max_num_batched_tokens: Annotated[
@@ -110,6 +119,14 @@ def command(
     ):
         if whole is not None:
             check_whole(name, whole, least)
+    limit = AdmissionSpec(max_inflight_requests or None)
+    if admission is not None:
+        if max_inflight_requests:
+            why = (
+                f"contradicts --max-inflight-requests {max_inflight_requests}, which is short for inflight:N"
+            )
+            raise InputError("--admission", admission, why)
+        limit = parse_admission(admission, "--admission")
     if port > LAST_PORT:
         raise InputError("--port", port, f"must be at most {LAST_PORT}")
     for name, seconds in (("--write-timeout", write_timeout), ("--drain-timeout", drain_timeout)):
@@ -130,7 +147,7 @@ def command(
         )
         application = create_app(
             engine,
-            max_inflight_requests=max_inflight_requests or None,
+            admission=str(limit),
             model_name=served_model_name,
             api_key=api_key,
             limits=LIMITS._replace(
@@ -146,12 +163,17 @@ def command(
             kv_cache_tokens=kv_cache_tokens,
             tokenize_workers=tokenize_workers,
         )
-        limit = "no limit on requests in flight"
-        if max_inflight_requests:
-            limit = f"at most {max_inflight_requests} requests in flight in this process (each process counts its own)"
+        bounds = [
+            f"{bound} {what}"
+            for bound, what in ((limit.inflight, "requests"), (limit.tokens, "tokens"))
+            if bound is not None
+        ]
+        said = "no limit on requests in flight"
+        if bounds:
+            said = f"at most {' and '.join(bounds)} in flight in this process (each process counts its own)"
         address, bound_port = sock.getsockname()[:2]
         at = f"[{address}]" if ":" in address else address
-        print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {limit}", file=sys.stderr, flush=True)
+        print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {said}", file=sys.stderr, flush=True)
         serve(application, sock, drain_timeout_s=drain_timeout)
 
 

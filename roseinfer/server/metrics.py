@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from roseinfer.errors import TOKENS_NEVER_FIT
 from roseinfer.manager import SchedulerManager
 from roseinfer.server.generation import Generation
 
@@ -26,12 +27,16 @@ class Metrics:
             ("running", "Requests that steps work on", lambda: manager.running),
         ):
             Gauge(f"roseinfer_requests_{name}", help_, registry=registry).set_function(read)
-        limit = manager.admission.limit
+        for name, help_, limit in (
+            ("in_flight_limit", "Slots of this process, +Inf without a limit", manager.admission.limit),
+            ("tokens_limit", "Token budget of this process, +Inf without one", manager.admission.token_limit),
+        ):
+            Gauge(f"roseinfer_{name}", help_, registry=registry).set(float("inf") if limit is None else limit)
         Gauge(
-            "roseinfer_in_flight_limit", "Slots of this process, +Inf without a limit", registry=registry
-        ).set(float("inf") if limit is None else limit)
+            "roseinfer_tokens_in_flight", "Prompt + most new tokens of all in flight", registry=registry
+        ).set_function(lambda: manager.counts().held_tokens)
         self._refusals = Counter("roseinfer_refusals", "Requests refused", ["reason"], registry=registry)
-        for reason in ("max_inflight", "draining", "engine_dead"):
+        for reason in ("max_inflight", "tokens", TOKENS_NEVER_FIT, "draining", "engine_dead"):
             self._refusals.labels(reason)  # a rate needs its zero
         self._ends = Counter("roseinfer_requests", "Requests ended", ["finish_reason"], registry=registry)
         self._tokens = Counter(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from roseinfer.admission import Admission
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, InvariantError, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan, StepRecord, StepResult
@@ -43,7 +44,10 @@ class Arrival(NamedTuple):
 
 
 class SimLimits(NamedTuple):
-    """The sizes that a SchedulerManager takes, with the same meaning."""
+    """The sizes that a SchedulerManager takes, with the same meaning.
+
+    Text has no bytes here: a prompt that is to be tokenised holds its true tokens from the first.
+    """
 
     max_inflight_requests: int | None = None
     max_batch_size: int = 8
@@ -52,6 +56,7 @@ class SimLimits(NamedTuple):
     kv_cache_tokens: int = 1 << 20
     max_model_len: int = 1 << 20
     tokenize_workers: int = 1
+    admission: str | None = None
 
 
 @dataclass(slots=True)
@@ -157,7 +162,7 @@ class _Simulation:
                 limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
             ),
             kv_cache=KVCache(blocks_for(limits.kv_cache_tokens)),
-            admission=Admission(limits.max_inflight_requests),
+            admission=Admission(*admission_of(limits.max_inflight_requests, limits.admission)),
             max_model_len=limits.max_model_len,
             eos_token_ids=frozenset(),
             unread_timeout_s=float("inf"),
@@ -301,12 +306,13 @@ class _Simulation:
         """What SchedulerManager.submit does up to the inbox."""
         _, prompt_tokens, max_new_tokens = due.arrival
         core = self.core
+        is_text = not self.workers or self.costs.tokenize_seconds(prompt_tokens) > 0
         try:
-            ticket = core.admission.reserve(now, prompt_tokens + max_new_tokens)
+            ticket = core.admission.reserve(now, prompt_tokens + max_new_tokens, is_bound=is_text)
         except SchedulerManagerOverloadedError as refusal:
             return refusal.with_traceback(None)  # which would keep this frame alive
         prompt_ids = None
-        if self.workers and not self.costs.tokenize_seconds(prompt_tokens):
+        if not is_text:
             prompt_ids = range(prompt_tokens)
             try:
                 core.check_fits(prompt_tokens, max_new_tokens)

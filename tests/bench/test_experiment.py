@@ -31,6 +31,37 @@ def test_limit_0_is_no_limit_and_never_a_limit_of_zero() -> None:  # case A10
     assert limited.max_inflight == 16
 
 
+def test_a_list_of_admissions_is_swept_in_its_order() -> None:
+    made = experiment(
+        admission="tokens:4096,inflight:16,none,tokens:512+inflight:4", burst_size="8", prompt_len="5"
+    )
+    assert [str(cell.admission) for cell in made.cells] == [
+        *("tokens:4096", "inflight:16", "none", "inflight:4+tokens:512"),
+    ]
+    assert [cell.cell_id.partition("-burst")[0] for cell in made.cells] == [
+        *("tokens_4096", "inflight_16", "inflight_none", "inflight_4-tokens_512"),
+    ]
+    assert len({cell.shape for cell in made.cells}) == 1
+
+
+def test_the_short_form_makes_the_same_cells() -> None:
+    assert experiment(max_inflight="0,16").cells == experiment(admission="none,inflight:16").cells
+
+
+@pytest.mark.parametrize(
+    "text", ["tokens:0", "16", "tokens:4096,", "tokens:4,inflight:2,tokens:4", "slo:ttft=1"]
+)
+def test_an_admission_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        experiment(admission=text)
+    assert caught.value.name == "--admission"
+
+
+def test_both_forms_of_a_limit_are_refused_and_named() -> None:
+    with pytest.raises(InputError, match=r"--admission 'tokens:4096'.*--max-inflight 16"):
+        experiment(admission="tokens:4096", max_inflight="16")
+
+
 @pytest.mark.parametrize(
     "text", ["-1", "", "x", "16,", "1.5", "0x10", "16,-4", "99999999999999999999", "9" * 5000]
 )

@@ -13,7 +13,7 @@ NO_SLO_KEPT = ("p99_ttft:250 is missed",)
 def evidence(limit: int, served: int, *, qualifies: bool = True) -> Evidence:
     """Of 100 offered."""
     return Evidence(
-        limit=limit,
+        limit=f"inflight:{limit}",
         offered=100,
         served=served,
         repeats={},

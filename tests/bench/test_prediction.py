@@ -77,8 +77,7 @@ def test_refusals_are_means_of_a_repeat_and_their_difference_a_share_of_the_offe
 def test_cells_match_by_their_id_in_the_order_measured() -> None:
     found = errors(side({"limit": 64}, {}, {"limit": 16}), side({}, {"limit": 32}, {"limit": 64}))
     assert found["cell_id"].tolist() == ["limit=64,prompt=32", "limit=None,prompt=32"]
-    assert found["max_inflight"].tolist()[0] == 64
-    assert np.isnan(found["max_inflight"].tolist()[1])
+    assert found["admission"].tolist() == ["inflight:64", "none"]
 
 
 def test_the_verdict_is_the_median_over_cells_and_the_worst_cell() -> None:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
+from roseinfer.request import SamplingParams
 from roseinfer.server.bodies import BodyLimits
 from roseinfer.server.refusals import refusal_of
 from tests.scripted import ScriptedEngine, ScriptedTokenizer, StepGate
@@ -69,7 +70,40 @@ def test_a_refusal_names_limit_and_in_flight_separately() -> None:  # case A6
         body = error_of(complete(app))
     assert (body["limit"], body["inflight"]) == (3, 3)
     assert "17 in flight, limit 16" in refusal_of(error).message
-    assert dict(refusal_of(error).more) == {"limit": 16, "inflight": 17}
+    assert dict(refusal_of(error).more) == {"limit": 16, "measured": 17, "inflight": 17}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("send", [complete, chat])
+def test_over_the_token_budget_every_route_answers_429(send: Any, stream: bool) -> None:  # cases A7, A14, J6
+    gate = StepGate()
+    with an_app(ScriptedEngine(gate), admission="tokens:300") as app:
+        manager_of(app).submit([1] * 250, SamplingParams(25))
+        response = send(app, stream=stream, max_tokens=30)
+        gate.opened.set()
+    error = error_of(response)
+    assert response.status_code == 429
+    assert (error["code"], error["reason"], error["type"]) == ("tokens", "tokens", "overloaded_error")
+    assert (error["limit"], error["measured"], error["inflight"]) == (300, 275, 1)
+    assert error["requested"] > 30
+    assert response.headers["x-roseinfer-reason"] == "tokens"
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[1] * 20, "x" * 20])
+def test_what_exceeds_the_token_budget_by_itself_is_told_not_to_come_back(prompt: Any, stream: bool) -> None:
+    """As a 429, for it is a limit of the operator's, but without a time: no waiting mends it."""
+    with an_app(ScriptedEngine(), admission="tokens:30") as app:
+        response = complete(app, prompt=prompt, stream=stream, max_tokens=20)
+        assert manager_of(app).counts().held_tokens == 0
+    error = error_of(response)
+    assert response.status_code == 429
+    assert (error["code"], error["reason"]) == ("tokens-never-fits", "tokens-never-fits")
+    assert (error["limit"], error["requested"]) == (30, 40)
+    assert response.headers["x-should-retry"] == "false"
+    assert response.headers["x-roseinfer-reason"] == "tokens-never-fits"
+    assert "retry-after" not in response.headers
 
 
 def test_a_refusal_says_when_to_come_back_and_why() -> None:  # case J7

@@ -51,7 +51,7 @@ class Account(NamedTuple):
 
 def row_of(outcome: Request | RoseinferError) -> object:
     if isinstance(outcome, SchedulerManagerOverloadedError):
-        return outcome.limit, outcome.inflight, outcome.reason, outcome.retry_after_s
+        return tuple(vars(outcome).items())
     if isinstance(outcome, RoseinferError):
         return str(outcome)
     r = outcome
@@ -122,6 +122,7 @@ class Replay:
             max_batch_size=limits.max_batch_size,
             max_active_requests=limits.max_active_requests,
             max_inflight_requests=limits.max_inflight_requests,
+            admission=limits.admission,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_tokens=limits.kv_cache_tokens,
             clock=self.clock,
@@ -225,6 +226,28 @@ def test_a_burst_at_a_limit_is_the_same_in_both_worlds() -> None:
     assert len(served(run)) == 64
 
 
+def test_a_token_budget_is_the_same_in_both_worlds() -> None:  # case A7
+    arrivals = [Arrival(0.3 * i, 1 + 7 * i % 40, 1 + i % 5) for i in range(80)]
+    limits = SimLimits(admission="inflight:5+tokens:120", max_batch_size=3)
+    run = assert_same(arrivals, limits, one_second)
+    reasons = [
+        sent.fate.reason for sent in run.sent if isinstance(sent.fate, SchedulerManagerOverloadedError)
+    ]
+    assert set(reasons) == {"inflight", "tokens"}
+    assert run.admission.counts().peak_held_tokens <= 120
+
+
+def test_what_never_fits_a_budget_is_the_same_in_both_worlds() -> None:
+    """As token ids it is refused at once, as text when it is tokenised, in its turn when nothing else is in flight."""
+    costs = Scripted(one_second, tokenize=lambda n: 0.5 if n > 30 and n % 2 else 0.0)
+    arrivals = [Arrival(20.0 * i, n, 2) for i, n in enumerate((38, 39, 40, 41, 5))]
+    run = assert_same(arrivals, SimLimits(admission="tokens:40"), costs)
+    stages = [sent.fate.stage for sent in run.sent if isinstance(sent.fate, SchedulerManagerOverloadedError)]
+    late = [sent.error for sent in run.sent if isinstance(sent.error, SchedulerManagerOverloadedError)]
+    assert (stages, [error.stage for error in late]) == (["submit"], ["queued", "queued"])
+    assert run.admission.counts().held_tokens == 0
+
+
 def test_arrivals_during_steps_are_the_same_in_both_worlds() -> None:
     arrivals = [Arrival(0.3 * i, 1 + 7 * i % 40, 1 + i % 5) for i in range(60)]
     run = assert_same(arrivals, SimLimits(max_inflight_requests=12, max_batch_size=3), one_second)
@@ -278,7 +301,8 @@ sizes = st.builds(
     kv_cache_tokens=st.sampled_from([80, 160, 4096]),
     max_model_len=st.just(80),
     tokenize_workers=st.sampled_from([1, 2]),
-)
+    admission=st.sampled_from([None, None, "tokens:60", "tokens:200", "inflight:4+tokens:100"]),
+).map(lambda limits: limits._replace(max_inflight_requests=None) if limits.admission else limits)
 all_costs = st.builds(
     Scripted,
     step=st.sampled_from([one_second, lambda plan: 0.5 * len(plan.spans), a_second_a_token]),

@@ -7,6 +7,7 @@ from random import Random
 from typing import Final
 
 from roseinfer.bench.http.exchange import Failure, HttpAttempt
+from roseinfer.errors import TOKENS_NEVER_FIT
 
 MOST_TRIES: Final = 5
 """Of one request, the first included."""
@@ -17,16 +18,18 @@ LONGEST_DELAY_S: Final = 8.0
 
 _BUSY: Final = (429, 503)
 _NO_ANSWER: Final = (Failure.REFUSED, Failure.RESET, Failure.CLOSED)
-_NEVER: Final = "insufficient_quota"
+_NEVER: Final = ("insufficient_quota", TOKENS_NEVER_FIT)
 
 
 def is_worth_a_retry(attempt: HttpAttempt) -> bool:
     """A refusal, or a connection that broke before the head of an answer: nothing was begun that a retry would repeat.
 
-    An exhausted quota is none: it comes with a 429, and no waiting mends it.
+    An exhausted quota is none, nor a request that exceeds the budget of tokens by itself: they come with a 429, and no
+    waiting mends them.
     """
     if attempt.failure is Failure.STATUS:
-        return attempt.status_code in _BUSY and _NEVER not in (attempt.error_code, attempt.reject_reason)
+        is_final = attempt.error_code in _NEVER or attempt.reject_reason in _NEVER
+        return attempt.status_code in _BUSY and not is_final
     return attempt.failure in _NO_ANSWER and attempt.head_s is None
 
 

@@ -120,6 +120,7 @@ class HttpTarget:
             facts=CellFacts(
                 offered=len(requests) if open_ended else len(workload.prompt_tokens),
                 limit=cell.max_inflight,
+                token_limit=cell.max_inflight_tokens,
                 peak_inflight=None,
                 inflight_integral_s=None,
                 inflight_at_start=None,
@@ -146,7 +147,7 @@ class HttpTarget:
         """Sees to it that the server of this cell runs, where it is ours to start."""
         if self._options.target_cmd is None:
             return
-        command = command_for(self._options.target_cmd, cell.max_inflight, self._address.port)
+        command = command_for(self._options.target_cmd, cell.admission, self._address.port)
         if self._server is None or self._server.command != command:
             self._stop()
             self._server = ServerProcess(command, self._address, self._api_key)

@@ -59,6 +59,8 @@ def test_the_longest_delay_doubles_up_to_a_bound(tries: int) -> None:
 def test_an_exhausted_quota_is_never_tried_again() -> None:  # case J2
     assert not is_worth_a_retry(refused(error_code="insufficient_quota"))
     assert not is_worth_a_retry(refused(reject_reason="insufficient_quota"))
+    assert not is_worth_a_retry(refused(reject_reason="tokens-never-fits"))
+    assert is_worth_a_retry(refused(reject_reason="tokens"))
 
 
 def test_it_gives_up_after_the_last_try() -> None:

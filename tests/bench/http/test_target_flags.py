@@ -37,6 +37,9 @@ def refused(**flags: Any) -> InputError:
         ({"max_inflight": "0,16"}, "--max-inflight"),
         ({"max_inflight": "16"}, "--max-inflight"),
         ({"max_inflight": "16", "target_cmd": "serve"}, "--max-inflight"),
+        ({"admission": "tokens:512"}, "--admission"),
+        ({"admission": "tokens:512", "target_cmd": "serve --seqs {max_inflight}"}, "--admission"),
+        ({"admission": "tokens:512", "max_inflight": "4", "target_cmd": "serve {admission}"}, "--admission"),
         ({"target_cmd": "serve '"}, "--target-cmd"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "--api-key-env"),
     ],
@@ -116,3 +119,6 @@ def test_cells_share_a_server_where_its_command_is_the_same() -> None:
     made = experiment(target=URL, target_cmd=command, max_inflight="0,4", burst_size="2,3")
     assert len({made.server_of(cell) for cell in made.cells}) == 2
     assert len({experiment(target=URL).server_of(cell) for cell in made.cells}) == 1
+    command = "serve [[--admission {admission}]]"
+    made = experiment(target=URL, target_cmd=command, admission="none,tokens:9,tokens:99", burst_size="2,3")
+    assert len({made.server_of(cell) for cell in made.cells}) == 3
