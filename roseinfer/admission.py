@@ -12,6 +12,10 @@ by its true count alone.
 The lock is reentrant, and counters change in single statements: an abandoned stream that the garbage collector
 closes gives its slot back from inside whatever its thread was doing, `reserve` included.
 
+Beside the two bounds there may be policies that are asked here, in the same step: a bound that moves (`adaptive`), a
+prediction of the first token (`forecast`), lanes by priority (`lanes`). What is evicted for a higher class loses its
+slot at once, and the engine hears of it before it plans its next step.
+
 No clock: `now` is an argument. Callers in several threads read their clocks before they queue for the lock,
 so `now` may step back by microseconds between calls; the integral below tolerates that.
 """
@@ -22,12 +26,21 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.errors import TOKENS_NEVER_FIT, InputError, InvariantError, SchedulerManagerOverloadedError
+from roseinfer.lanes import Lanes
+
+if TYPE_CHECKING:
+    from roseinfer.adaptive import Aimd, Gradient
+    from roseinfer.executor import StepPlan, StepResult
+    from roseinfer.forecast import Forecast, Work
 
 DRAIN_WINDOW: Final = 32
 """Releases that the drain rate is estimated from."""
+
+_NEWS_SHARE: Final = 0.1
+"""Weight of the latest text in the tokens that a byte is expected to be."""
 
 
 class TicketState(Enum):
@@ -36,18 +49,56 @@ class TicketState(Enum):
     RELEASED = "released"
 
 
+RESERVED: Final = TicketState.RESERVED
+STARTED: Final = TicketState.STARTED
+RELEASED: Final = TicketState.RELEASED
+"""Looked up once: on Python 3.11 every look-up of a member takes as long as a call."""
+
+
 class Ticket:
     """One reserved slot. Only Admission changes it."""
 
-    __slots__ = ("cost_tokens", "held_tokens", "inflight_before", "released_s", "reserved_s", "state")
+    __slots__ = (
+        *(
+            "cost_tokens",
+            "epoch",
+            "held_tokens",
+            "inflight_before",
+            "is_bound",
+            "is_evicted",
+            "predicted_ttft_s",
+        ),
+        *("priority", "prompt_tokens", "released_s", "request_id", "reserved_s", "state", "work"),
+    )
 
-    def __init__(self, reserved_s: float, cost_tokens: int, held_tokens: int, inflight_before: int) -> None:
+    def __init__(
+        self,
+        reserved_s: float,
+        cost_tokens: int,
+        held_tokens: int,
+        inflight_before: int,
+        prompt_tokens: int = 0,
+        priority: int = 0,
+        is_bound: bool = False,
+    ) -> None:
         self.reserved_s = reserved_s
         self.cost_tokens = cost_tokens  # left to compute; an upper bound until `adjust` sets the true count
         self.held_tokens = held_tokens  # of the budget, until its release
         self.inflight_before = inflight_before  # what the request met
         self.released_s: float | None = None
-        self.state = TicketState.RESERVED
+        self.state: TicketState = RESERVED
+        self.prompt_tokens = prompt_tokens
+        self.is_bound = is_bound  # it counts the bytes of a text that is not tokenised yet
+        self.priority = priority
+        self.request_id: int | None = None  # once the core has it
+        self.is_evicted = False  # its slot went to a higher class
+        self.work: Work | None = None  # what it costs by the forecast
+        self.predicted_ttft_s: float | None = None  # from its reservation on
+        self.epoch = 0  # of the adaptive limit that let it in
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state is RESERVED
 
 
 class AdmissionCounts(NamedTuple):
@@ -72,14 +123,33 @@ class Admission:
 
     A request is refused where current + its own would exceed a bound: exactly the limit fits. None means no bound; 0
     and below are an InputError (ValueError).
+
+    adaptive: a bound on requests that moves, beside `limit`. It may fall below what is in flight.
+    forecast: predicts each request's TTFT; with `slo_ttft_s` those that are predicted to miss it are refused.
+    has_lanes: a request that finds no room evicts the newest waiting one of the lowest class below its own.
     """
 
-    def __init__(self, limit: int | None, token_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None,
+        token_limit: int | None = None,
+        *,
+        adaptive: Aimd | Gradient | None = None,
+        forecast: Forecast | None = None,
+        slo_ttft_s: float | None = None,
+        has_lanes: bool = False,
+    ) -> None:
         for name, bound in (("max_inflight_requests", limit), ("admission tokens", token_limit)):
             if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
                 raise InputError(name, bound, "must be None (no limit) or a whole number >= 1")
         self.limit = limit
         self.token_limit = token_limit
+        self.adaptive = adaptive
+        self.forecast = forecast
+        self.slo_ttft_s = slo_ttft_s
+        self._lanes = Lanes() if has_lanes else None
+        self._evicted: list[Ticket] = []  # of whom the core does not know it yet
+        self._tokens_per_byte: float | None = None  # of the texts tokenised lately
         self._lock = threading.RLock()
         self._inflight = 0
         self._not_started = 0
@@ -98,10 +168,19 @@ class Admission:
             maxlen=DRAIN_WINDOW
         )  # _busy_s, and _freed_tokens then
 
-    def reserve(self, now: float, cost_tokens: int, *, is_bound: bool = False) -> Ticket:
+    def reserve(
+        self,
+        now: float,
+        cost_tokens: int,
+        *,
+        is_bound: bool = False,
+        prompt_tokens: int = 0,
+        priority: int = 0,
+    ) -> Ticket:
         """Takes a slot, or raises SchedulerManagerOverloadedError without having touched anything.
 
         `cost_tokens` is prompt + max_new_tokens; `is_bound`: no more than that, as of a text that is not tokenised.
+        `prompt_tokens` and `priority` (0 is the highest) matter to the policies that weigh them.
         """
         with self._lock:
             inflight, held, budget = self._inflight, self._held_tokens, self.token_limit
@@ -111,17 +190,31 @@ class Admission:
                     self._refused += 1
                     raise self._tokens_refusal(now, budget, held, cost_tokens, "submit")
                 asked = budget
-            if self.limit is not None and inflight >= self.limit:
+            limit, reason = self.limit, "inflight"
+            adaptive = self.adaptive
+            if adaptive is not None and (limit is None or adaptive.limit < limit):
+                limit, reason = adaptive.limit, adaptive.name
+            short_slots = limit is not None and inflight >= limit
+            short_tokens = 0 if budget is None else held + asked - budget
+            victims: list[Ticket] | None = []
+            if short_slots or short_tokens > 0:
+                lanes = self._lanes
+                victims = None if lanes is None else lanes.victims(priority, short_slots, short_tokens)
+            if victims is None:
                 self._refused += 1
-                raise SchedulerManagerOverloadedError(
-                    limit=self.limit,
-                    inflight=inflight,
-                    reason="inflight",
-                    retry_after_s=self._slot_gap_s(now),
-                )
-            if budget is not None and held + asked > budget:
-                self._refused += 1
+                if limit is not None and short_slots:
+                    raise SchedulerManagerOverloadedError(
+                        limit=limit, inflight=inflight, reason=reason, retry_after_s=self._slot_gap_s(now)
+                    )
+                assert budget is not None
                 raise self._tokens_refusal(now, budget, held, asked, "submit")
+            ticket = Ticket(now, cost_tokens, asked, inflight, prompt_tokens, priority, is_bound)
+            if self.forecast is not None:
+                self._predict(ticket, self.forecast, now)
+            for victim in victims:
+                self._evict(victim, now)
+            if adaptive is not None:
+                ticket.epoch = adaptive.epoch
             self._integrate(now)
             self._inflight += 1
             self._not_started += 1
@@ -130,7 +223,9 @@ class Admission:
             self._backlog_tokens += cost_tokens
             self._held_tokens += asked
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
-            return Ticket(now, cost_tokens, asked, inflight)
+            if self._lanes is not None:
+                self._lanes.add(ticket, self._not_started)
+            return ticket
 
     def adjust(self, ticket: Ticket, cost_tokens: int, now: float) -> None:
         """Puts the true cost in place of the upper bound, once the prompt is tokenised.
@@ -140,8 +235,9 @@ class Admission:
         held then.
         """
         with self._lock:
-            if ticket.state is TicketState.RELEASED:
+            if ticket.state is RELEASED:
                 return
+            bound_tokens = ticket.cost_tokens
             others = self._held_tokens - ticket.held_tokens
             if self.token_limit is not None and others + cost_tokens > self.token_limit:
                 raise self._tokens_refusal(now, self.token_limit, others, cost_tokens, "queued")
@@ -150,43 +246,65 @@ class Admission:
             self._held_tokens += cost_tokens - ticket.held_tokens
             ticket.held_tokens = cost_tokens
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
+            if self.forecast is not None and ticket.work is not None:
+                self._learn_true_length(ticket, cost_tokens - bound_tokens, self.forecast)
 
-    def start(self, ticket: Ticket) -> bool:
-        """Marks the request as running. False when its slot is gone already, and it must not run."""
+    def start(self, ticket: Ticket, waited_s: float = 0.0) -> bool:
+        """Marks the request as running, after it has waited for so long. False when its slot is gone already, and it
+        must not run.
+        """
         with self._lock:
-            if ticket.state is not TicketState.RESERVED:
+            if ticket.state is not RESERVED:
                 return False
-            ticket.state = TicketState.STARTED
+            ticket.state = STARTED
             self._not_started -= 1
+            forecast, adaptive = self.forecast, self.adaptive
+            if forecast is not None and ticket.work is not None:
+                forecast.start(ticket.work)
+                if adaptive is not None:
+                    alone_s = forecast.prefill_s(ticket.prompt_tokens)
+                    adaptive.sample((waited_s + alone_s) / alone_s, ticket.epoch, self._inflight)
             return True
+
+    def take_evicted(self) -> list[Ticket]:
+        """Those evicted since this was last asked. For the core, which ends their requests."""
+        if not self._evicted:
+            return []
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+            return evicted
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """What a step took, for the forecast to learn how fast this machine is now."""
+        forecast = self.forecast
+        if forecast is not None:
+            with self._lock:
+                predicted_s = forecast.correction * forecast.step.seconds(plan)
+                forecast.observe(predicted_s, result.exec_end_s - result.exec_start_s)
 
     def progress(self, step: Iterable[tuple[Ticket, int]]) -> None:
         """Takes the tokens that a step computed for each ticket off the backlog."""
-        started = TicketState.STARTED  # looking up a member of an enum takes long for a loop over tokens
         done_tokens = 0
         with self._lock:
             for ticket, n_tokens in step:
-                if ticket.state is started:
-                    done = min(n_tokens, ticket.cost_tokens)
+                if ticket.state is STARTED:
+                    left = ticket.cost_tokens
+                    done = min(left, n_tokens)
                     ticket.cost_tokens -= done
                     done_tokens += done
+                    if ticket.work is not None and self.forecast is not None:
+                        self.forecast.advance(ticket.work, n_tokens)
             self._backlog_tokens -= done_tokens
 
     def release(self, ticket: Ticket, now: float) -> bool:
         """Gives the slot back. Harmless when called again: False, and nothing changes."""
         with self._lock:
-            if ticket.state is TicketState.RELEASED:
+            if ticket.state is RELEASED:
                 return False
             self._integrate(now)
             if self._inflight < 1:
                 raise InvariantError("a slot was released that nobody held")
-            self._not_started -= ticket.state is TicketState.RESERVED
-            ticket.state = TicketState.RELEASED
-            ticket.released_s = now
-            self._inflight -= 1
-            self._released += 1
-            self._backlog_tokens -= ticket.cost_tokens
-            self._held_tokens -= ticket.held_tokens
+            self._give_back(ticket, now)
             self._freed_tokens += ticket.held_tokens
             self._releases.append((self._busy_s, self._freed_tokens))
             return True
@@ -199,6 +317,11 @@ class Admission:
     def not_started(self) -> int:
         """Of those in flight, the ones that no step has worked on yet: tokenising or waiting."""
         return self._not_started
+
+    @property
+    def moving_limit(self) -> int | None:
+        """Where the adaptive limit stands, None without one."""
+        return None if self.adaptive is None else self.adaptive.limit
 
     def counts(self) -> AdmissionCounts:
         with self._lock:
@@ -213,6 +336,72 @@ class Admission:
                 self._held_tokens,
                 self._peak_held_tokens,
             )
+
+    def refusal_in_queue(
+        self, now: float, reason: str, limit: float, measured: float
+    ) -> SchedulerManagerOverloadedError:
+        """What a request gets that is dropped while it waits."""
+        return SchedulerManagerOverloadedError(
+            limit=limit,
+            inflight=self._inflight,
+            reason=reason,
+            retry_after_s=self._slot_gap_s(now),
+            measured=measured,
+            stage="queued",
+        )
+
+    def _predict(self, ticket: Ticket, forecast: Forecast, now: float) -> None:
+        """Raises where the goal is predicted to be missed."""
+        new_tokens = ticket.cost_tokens - ticket.prompt_tokens
+        if ticket.is_bound and self._tokens_per_byte is not None:
+            ticket.prompt_tokens = max(1, round(ticket.prompt_tokens * self._tokens_per_byte))
+        predicted_s = forecast.ttft_s(ticket.prompt_tokens)
+        goal_s = self.slo_ttft_s
+        if goal_s is not None and predicted_s > goal_s:
+            self._refused += 1
+            raise SchedulerManagerOverloadedError(
+                limit=goal_s,
+                inflight=self._inflight,
+                reason="slo",
+                # Alone it would miss as well: no waiting mends that.
+                retry_after_s=predicted_s - goal_s
+                if forecast.prefill_s(ticket.prompt_tokens) <= goal_s
+                else None,
+                measured=predicted_s,
+            )
+        ticket.predicted_ttft_s = predicted_s
+        ticket.work = forecast.enter(ticket.prompt_tokens, new_tokens)
+
+    def _learn_true_length(self, ticket: Ticket, more_tokens: int, forecast: Forecast) -> None:
+        """A text was tokenised, and turned out to have so many tokens more than were counted for it, or fewer."""
+        assert ticket.work is not None
+        new_tokens = ticket.work.new_tokens
+        true_tokens = max(1, ticket.cost_tokens - new_tokens)
+        if ticket.is_bound:
+            ratio = true_tokens / max(1, true_tokens - more_tokens)
+            known = self._tokens_per_byte
+            self._tokens_per_byte = ratio if known is None else known + _NEWS_SHARE * (ratio - known)
+        ticket.prompt_tokens = true_tokens
+        forecast.revise(ticket.work, true_tokens)
+
+    def _evict(self, victim: Ticket, now: float) -> None:
+        """Its slot goes to another. No release of the kind that the drain rate counts: nothing was served."""
+        victim.is_evicted = True
+        self._integrate(now)
+        self._give_back(victim, now)
+        self._evicted.append(victim)
+
+    def _give_back(self, ticket: Ticket, now: float) -> None:
+        self._not_started -= ticket.state is RESERVED
+        ticket.state = RELEASED
+        ticket.released_s = now
+        self._inflight -= 1
+        self._released += 1
+        self._backlog_tokens -= ticket.cost_tokens
+        self._held_tokens -= ticket.held_tokens
+        if ticket.work is not None and self.forecast is not None:
+            self.forecast.leave(ticket.work)
+            ticket.work = None
 
     def _integrate(self, now: float) -> None:
         if self._last_change_s is None:

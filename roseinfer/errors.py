@@ -76,25 +76,34 @@ TOKENS_NEVER_FIT: Final = "tokens-never-fits"
 """The reason of a refusal that no waiting mends: the request alone asks for more than the token budget."""
 
 
-class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
-    """Admission refused the request.
+QUEUE_TIMEOUT: Final = "queue-timeout"
+"""The reason of one that was dropped because its first token could not be there in time any more."""
 
-    `reason` is "inflight", "tokens" or "tokens-never-fits". `limit` is the configured bound that was met, `measured`
-    what was held against it when the request came, and `asked` what the request would have added: requests for the
-    first, tokens for the others. `inflight` is always the requests in flight. Limit and measured are separate figures.
-    `stage` is "submit", where nothing was tokenised, queued or opened for it, or "queued" where the true number of its
-    tokens, known later than its slot was taken, did not fit; then its stream ends with this error.
-    `retry_after_s` is the expected time until there is room, None while that is unknown, or never.
+
+class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
+    """Admission refused the request, or dropped it while it waited.
+
+    `limit` is the configured bound that was met and `measured` what stood against it, in the unit of the `reason`:
+      inflight, aimd, gradient  requests in flight when the request came; the latter two are limits that move
+      tokens, tokens-never-fits tokens held when the request came, beside the `asked` of its own; the last: it alone
+                                asks for more than the budget, and no waiting mends it
+      slo                       seconds: the goal and the predicted TTFT
+      queue-timeout             seconds: how long it might wait, and had waited
+      codel                     seconds: the target and the delay of the request
+      evicted                   classes: the request's own, and 0; its place went to a higher one
+    `inflight` is always the requests in flight. `stage` is "submit", where nothing was tokenised, queued or opened for
+    it, or "queued"; then its stream ends with this error. `retry_after_s` is the expected time until there is room,
+    None while that is unknown, or never.
     """
 
     def __init__(
         self,
         *,
-        limit: int,
+        limit: float,
         inflight: int,
         reason: str,
         retry_after_s: float | None,
-        measured: int | None = None,
+        measured: float | None = None,
         asked: int = 1,
         stage: str = "submit",
     ) -> None:
@@ -109,12 +118,24 @@ class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
 
     def __str__(self) -> str:
         # Made when somebody reads it: a refusal has to be cheap.
-        if self.reason == TOKENS_NEVER_FIT:
-            return f"asks for {self.asked} tokens in flight, the limit alone is {self.limit} ({self.reason})"
-        if self.reason == "tokens":
-            held = f"{self.measured} held, {self.asked} more asked for"
-            return f"too many tokens in flight: {held}, limit {self.limit} ({self.reason})"
-        return f"too many inflight requests: {self.inflight} in flight, limit {self.limit} ({self.reason})"
+        limit, measured = self.limit, self.measured
+        match self.reason:
+            case "tokens-never-fits":
+                what = f"asks for {self.asked} tokens in flight, the limit alone is {limit}"
+            case "tokens":
+                held = f"{measured} held, {self.asked} more asked for"
+                what = f"too many tokens in flight: {held}, limit {limit}"
+            case "slo":
+                what = f"its first token is predicted in {measured:.3g} s, the goal is {limit:g} s"
+            case "queue-timeout":
+                what = f"it waited for {measured:.3g} s of at most {limit:.3g} s"
+            case "codel":
+                what = f"it waited for {measured:.3g} s in a queue that stands, the target is {limit:g} s"
+            case "evicted":
+                what = f"a request of a higher class took its place, {self.inflight} in flight"
+            case _:
+                what = f"too many inflight requests: {self.inflight} in flight, limit {limit}"
+        return f"{what} ({self.reason})"
 
 
 class ManagerClosedError(RoseinferError, RuntimeError):

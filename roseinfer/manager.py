@@ -15,18 +15,23 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from roseinfer.admission import Admission, AdmissionCounts
+from roseinfer.admission import AdmissionCounts
 from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.stream import Collector, Mailbox, RequestStream, Token
 from roseinfer.tokenizer_pool import TokenizerPool
+from roseinfer.waiting import FCFS
+
+if TYPE_CHECKING:
+    from roseinfer.sim.cost_model import CostModel
 
 Prompt = str | Sequence[int]
 Command = Callable[[], list[TokenEvent]]
@@ -43,7 +48,11 @@ class SchedulerManager:
         `submit` and `add_request` raise SchedulerManagerOverloadedError before anything is tokenised.
     admission: the same in full, "inflight:64", or a budget of tokens, "tokens:16384": the sum of prompt +
         max_new_tokens over all that are in flight, where a text counts its bytes until it is tokenised; or both,
-        "inflight:64+tokens:16384". A text that turns out to exceed the budget by itself ends with that error.
+        "inflight:64+tokens:16384". A text that turns out to exceed the budget by itself ends with that error. Further
+        policies ("slo:ttft=250ms", "queue-timeout:2s", "codel", "aimd", "gradient", "priority") are in the README;
+        what they drop while it waits ends with the same error, whose `stage` is then "queued".
+    scheduling: the order in which requests wait: "fcfs", "spf" (shortest prefill first) or "edf" (earliest deadline).
+    cost_model: what work takes here, for the policies that weigh it (slo, aimd, gradient).
     max_active_requests, max_batch_size: bounds on what runs at a time.
     max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
     tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
@@ -66,6 +75,8 @@ class SchedulerManager:
         unread_timeout_s: float = 60.0,
         *,
         admission: str | None = None,
+        scheduling: str = FCFS,
+        cost_model: CostModel | None = None,
         clock: Clock = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
@@ -84,7 +95,9 @@ class SchedulerManager:
             else max_num_batched_tokens,
         )
         self.limits.check()
-        self.admission = Admission(*admission_of(max_inflight_requests, admission))
+        self.admission, policy = policies_of(
+            admission_of(max_inflight_requests, admission), scheduling, self.limits, cost_model
+        )
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
@@ -97,6 +110,7 @@ class SchedulerManager:
             max_model_len=engine.max_model_len,
             eos_token_ids=engine.eos_token_ids,
             unread_timeout_s=unread_timeout_s,
+            policy=policy,
         )
         self._vocab_size = engine.vocab_size
         self._clock = clock
@@ -127,12 +141,19 @@ class SchedulerManager:
     # ---- callers' side ----
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, mailbox: Mailbox | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        mailbox: Mailbox | None = None,
+        priority: int = 0,
+        ttft_deadline_s: float | None = None,
     ) -> RequestStream:
         """Enters a request and returns its stream, or raises.
 
         `prompt` is text or token ids. `mailbox` makes several streams share one (see `new_mailbox`); whoever
-        reads it calls `acknowledge` for each terminal event.
+        reads it calls `acknowledge` for each terminal event. `priority` is its class where there are lanes, 0 the
+        highest. What cannot have its first token within `ttft_deadline_s` is dropped as soon as that is known.
 
         Raises SchedulerManagerOverloadedError over the limit, ManagerClosedError after `close` or the engine's
         death, InputError (a ValueError) for token ids that are none, PromptTooLongError for those that can never fit.
@@ -142,11 +163,17 @@ class SchedulerManager:
             raise InputError("mailbox", mailbox, "was made by another manager")
         if self._closed:
             raise self._closed_error()
+        check_whole("priority", priority, 0)
+        if ttft_deadline_s is not None and not ttft_deadline_s > 0:
+            raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
         is_text = isinstance(prompt, str)
+        prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
         ticket = self.admission.reserve(
             self._clock(),
-            _most_tokens(prompt) + params.max_new_tokens + (self._added_tokens if is_text else 0),
+            prompt_tokens + params.max_new_tokens,
             is_bound=is_text,
+            prompt_tokens=prompt_tokens,
+            priority=priority,
         )
         request = None
         try:
@@ -155,7 +182,10 @@ class SchedulerManager:
                 _check_text(prompt)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
             seed = self._seed(params)
-            request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
+            deadline_s = None if ttft_deadline_s is None else ticket.reserved_s + ttft_deadline_s
+            request = Request(
+                next(self._ids), params, ticket, seed, ids, ticket.reserved_s, priority, deadline_s
+            )
             box = Mailbox(self._collector) if mailbox is None else mailbox
             stream = RequestStream(request, box if mailbox is None else None, self)
             self._streams[request.request_id] = stream  # before its reader can see an event of it
@@ -202,9 +232,9 @@ class SchedulerManager:
         if stream is not None:
             stream.close()
 
-    def new_mailbox(self) -> Mailbox:
-        """A mailbox that several submissions may share."""
-        return Mailbox(self._collector)
+    def new_mailbox(self, *, wants_starts: bool = False) -> Mailbox:
+        """A mailbox that several submissions may share. `wants_starts`: it hears of first steps as well."""
+        return Mailbox(self._collector, wants_starts=wants_starts)
 
     def acknowledge(self, request_id: int) -> None:
         """The terminal event of a request was taken from a shared mailbox: its slot is free.
@@ -283,22 +313,22 @@ class SchedulerManager:
         for request in self._core.expire(plan_start_s):
             self._streams.pop(request.request_id, None)
         plan = self._core.plan(plan_start_s)
+        self._publish(self._core.take_dropped())
         if plan is None:
             return False
+        if self._collector.is_asked_for_starts and (started := plan.started_ids()):
+            self._collector.announce(started, plan_start_s)
         try:
             result = self._executor.launch(plan).wait()
         except Exception as error:
             self._publish(self._core.fail_step(error, self._clock()))
             return True
         scheduler = self._core.scheduler
-        waiting, running, kv_tokens = (
-            len(scheduler.waiting),
-            len(scheduler.running),
-            scheduler.kv_cache.used_tokens,
-        )
+        counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
+        limit = self.admission.moving_limit
         self._publish(self._core.commit(plan, result, self._clock()))
         if self._on_step is not None:
-            self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), waiting, running, kv_tokens))
+            self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), *counts, limit))
         return True
 
     def _run(self) -> None:
@@ -426,6 +456,10 @@ class SchedulerManager:
         self._streams.pop(request.request_id, None)
         if request.finish_reason is not None or not self._command(lambda: self._close_in_engine(request)):
             self._core.acknowledge(request, self._clock())
+
+    def stop_request(self, request: Request) -> None:
+        """Nothing more is computed; the slot is held until `close_request`."""
+        self._command(lambda: self._core.abort(request.request_id, self._clock(), True))
 
     def _close_in_engine(self, request: Request) -> list[TokenEvent]:
         now = self._clock()

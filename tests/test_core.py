@@ -8,7 +8,7 @@ from roseinfer.admission import TicketState
 from roseinfer.errors import InputError, InvariantError, PromptTooLongError
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.request import FinishReason, Request, TokenEvent
-from roseinfer.scheduler import STALE_SLACK
+from roseinfer.waiting import STALE_SLACK
 from tests.scripted import EOS, CoreDriver
 
 LETTER = 7  # a token that ends nothing

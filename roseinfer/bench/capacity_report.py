@@ -35,12 +35,13 @@ def lines(searches: Sequence[Search], goal: str, *, is_complete: bool) -> list[s
     ]
     columns += ["not served", "completed/s", "verdict"]
     table = aligned(columns, [_row(probe) for probe in probes])
-    simulated = sum(probe.is_simulated for probe in probes)
-    counts = f"{len(probes) - simulated} probes were measured, {simulated} were simulated."
-    if not simulated:
-        counts = f"{len(probes)} probes were measured."
+    simulated, long = (sum(getattr(p, kind) for p in probes) for kind in ("is_simulated", "is_long"))
+    counts = f"{len(probes) - simulated} probes were measured"
+    counts += f", {long} of them at length" if long else ""
+    counts += f", {simulated} were simulated." if simulated else "."
     if simulated == len(probes):
         counts = f"All {simulated} probes were simulated."
+    is_unconfirmed = searches[-1].is_answered and not (simulated == len(probes) or probes[-1].is_long)
     repeats = min(len(probe.offered) for probe in probes)
     return [
         *table,
@@ -48,6 +49,7 @@ def lines(searches: Sequence[Search], goal: str, *, is_complete: bool) -> list[s
         "",
         *([] if is_complete else ["What is known so far:"]),
         *searches[-1].sentences(goal),
+        *(["Not confirmed at length."] if is_unconfirmed else []),
         counts,
         f"Runs: {probes[-1].folder.parent}",
     ]
@@ -79,6 +81,7 @@ def to_json(searches: Sequence[Search], goal: str, *, is_complete: bool) -> dict
     else:
         answer["smallest_limit"], answer["largest_limit"] = _edge(last.smallest), _edge(last.largest)
         answer["possible"] = last.largest.holds is not None
+    answer["confirmed"] = last.prober.is_long and last.is_answered
     probes = [_probe(probe) for search in searches for probe in search.every]
     return {**answer, "sentences": last.sentences(goal), "probes": probes}
 
@@ -91,6 +94,7 @@ def _probe(probe: Probe) -> dict[str, Any]:
     return {
         "probe": probe.name,
         "simulated": probe.is_simulated,
+        "at_length": probe.is_long,
         "verdict": str(probe.verdict),
         "percentiles": [
             {"slo": str(judgement.slo), "n": judgement.n, **_bounds(judgement.interval_ms._asdict())}

@@ -18,10 +18,13 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
-from roseinfer.bench.rows import Attempt, unsent_because
+from roseinfer.bench.priorities import TtftDeadlines
+from roseinfer.bench.rows import INTERRUPTED, Attempt, unsent_because
+from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
-from roseinfer.manager import LONGEST_WAIT_S, Prompt, SchedulerManager
+from roseinfer.manager import LONGEST_WAIT_S as QUEUE_WAIT_S
+from roseinfer.manager import Prompt, SchedulerManager
 from roseinfer.request import SamplingParams, TokenEvent
 from roseinfer.stream import RequestStream
 
@@ -39,7 +42,8 @@ class Played(NamedTuple):
 
     `index_of` gives the request_index of a request id. `peak_outstanding` is counted by the client, None where it has
     no bound on it. Of a closed loop, `refill_lags_s` is how long each request's user had been free when it was sent,
-    and `ran_out_s` when the last request was sent, in seconds from `t0`, None where there were more.
+    and `ran_out_s` when the last request was sent, in seconds from `t0`, None where there were more. `interrupted_s`
+    (clock seconds) is when a user ended it all, None where nobody did.
     """
 
     attempts: list[Attempt]
@@ -49,6 +53,15 @@ class Played(NamedTuple):
     peak_outstanding: int | None
     refill_lags_s: list[float]
     ran_out_s: float | None
+    interrupted_s: float | None = None
+
+
+class Asked(NamedTuple):
+    """What a request asks for besides its prompt, as `SchedulerManager.submit` takes it."""
+
+    params: SamplingParams
+    priority: int
+    ttft_deadline_s: float | None
 
 
 class Client:
@@ -65,9 +78,7 @@ class Client:
         self._scheduled_s = None if workload.scheduled_s is None else workload.scheduled_s.tolist()
         self._prompts = workload.prompts
         # What can be made before time zero is: the sender has no time to lose.
-        lengths = workload.output_tokens.tolist()
-        params = {n: SamplingParams(n, ignore_eos=ignore_eos) for n in set(lengths)}
-        self._params = [params[n] for n in lengths]
+        self._asked = _asked(workload, load.ttft_deadlines, ignore_eos=ignore_eos)
         is_endless = self._scheduled_s is None and load.ends_by_time_alone
         if not is_endless and not isinstance(self._prompts, list):
             self._prompts = list(self._prompts)
@@ -90,23 +101,35 @@ class Client:
         self._consumer.stop()  # what is missing after an exception, an interrupt say, will not come
 
     def play(self) -> Played:
-        """From the first arrival to the last delivery."""
-        if self._scheduled_s is None:
-            attempts = self._loop()
-        else:
-            attempts = self._keep_schedule(self._scheduled_s)
+        """From the first arrival to the last delivery, or to a signal that interrupts it (see `termination.held`)."""
+        attempts = [] if self._scheduled_s is None else [Attempt(at_s) for at_s in self._scheduled_s]
+        interrupted_s = None
+        with held():
+            try:
+                if self._scheduled_s is None:
+                    self._loop(attempts)
+                else:
+                    self._keep_schedule(attempts)
+                self._consumer.finish(self._expected)
+            except Interruption:
+                self._consumer.give_up_all()
+                self._consumer.finish(self._expected)
+                interrupted_s = self._consumer.interrupted_s or clock()
+                for attempt in attempts[len(self._streams) :]:
+                    if attempt.unsent_because is None:
+                        attempt.gave_up_s, attempt.unsent_because = interrupted_s, INTERRUPTED
         index_of = {
             stream.request_id: index for index, stream in enumerate(self._streams) if stream is not None
         }
-        self._consumer.finish(len(index_of))
         for attempt, stream in zip(
             attempts, self._streams, strict=False
         ):  # those at the end may not have been sent
             if stream is not None:
-                attempt.timings = stream.timings
                 attempt.prompt_tokens = stream.prompt_tokens
                 attempt.inflight = stream.inflight_before
+                attempt.predicted_ttft_s = stream.predicted_ttft_s
                 attempt.gave_up_s = self._consumer.gave_up_s.get(stream.request_id)
+                attempt.is_interrupted = attempt.gave_up_s is not None and attempt.gave_up_s == interrupted_s
         for received_s, events in self._consumer.batches:
             for request_id, its_events in _by_request(events).items():
                 index = index_of.get(request_id)
@@ -124,7 +147,18 @@ class Client:
             peak_outstanding,
             self._refill_lags_s,
             self._ran_out_s,
+            interrupted_s,
         )
+
+    def note_timings(self, played: Played) -> None:
+        """To be called once its manager is closed: the slot of what was aborted comes free after its running step."""
+        for attempt, stream in zip(played.attempts, self._streams, strict=False):
+            if stream is not None:
+                attempt.timings = stream.timings
+
+    @property
+    def _expected(self) -> int:
+        return sum(stream is not None for stream in self._streams)
 
     def _start(self, permits_from_s: Iterable[float]) -> float:
         """Sets time zero, a moment from now, and returns when sending ends. Permits count from time zero."""
@@ -134,40 +168,41 @@ class Client:
             self._permits.hand_out(self._t0 + from_s for from_s in permits_from_s)
         return inf if self._load.duration_s is None else self._t0 + self._load.duration_s
 
-    def _keep_schedule(self, scheduled_s: list[float]) -> list[Attempt]:
+    def _keep_schedule(self, attempts: list[Attempt]) -> None:
         """Open loop: each request at its due time, whatever became of those before it."""
         permits, cap = self._permits, self._load.max_concurrency
-        attempts = [Attempt(at_s) for at_s in scheduled_s]
         until_s = self._start([0.0] * (cap or 0))
-        for attempt, prompt, params in zip(attempts, self._prompts, self._params, strict=True):
+        for attempt, prompt, asked in zip(attempts, self._prompts, self._asked, strict=True):
             # To an absolute time: being late once never shifts the next.
             due_s = self._t0 + attempt.scheduled_s
-            if (early_s := due_s - clock()) > 0:
-                time.sleep(early_s)
+            is_due = False
+            while not is_due:
+                with interruptible():
+                    if (early_s := due_s - clock()) > 0:
+                        time.sleep(min(early_s, LONGEST_WAIT_S))
+                is_due = early_s <= LONGEST_WAIT_S
             if permits is None:
-                self._send(attempt, prompt, params)
+                self._send(attempt, prompt, asked)
                 continue
             came_s = permits.take(until_s)
             if came_s is None:
                 break
             attempt.permitted_s = came_s if came_s > due_s else None
-            if not self._send(attempt, prompt, params, until_s):
+            if not self._send(attempt, prompt, asked, until_s):
                 break
         for attempt in attempts[len(self._streams) :]:
             attempt.gave_up_s = clock()
             attempt.unsent_because = unsent_because(cap)
-        return attempts
 
-    def _loop(self) -> list[Attempt]:
+    def _loop(self, attempts: list[Attempt]) -> None:
         """Closed loop: each user sends the next request when the last one has ended, or a moment after a refusal."""
         permits, starts_s = self._permits, self._load.user_starts_s
         assert permits is not None
         n_ahead = PROMPTS_AHEAD * len(starts_s)
         prompts = iter(self._prompts)
         ready = deque(islice(prompts, n_ahead))
-        attempts: list[Attempt] = []
         until_s = self._start(starts_s)
-        for params in self._params:
+        for asked in self._asked:
             while len(ready) < n_ahead and not permits.is_free and (made := [*islice(prompts, 1)]):
                 ready += made
             # However short the duration is, somebody begins: nothing follows from a run without a request.
@@ -176,7 +211,7 @@ class Client:
             if came_s is None:
                 break
             attempt = Attempt(0.0)
-            if not self._send(attempt, ready.popleft() if ready else next(prompts), params, end_s):
+            if not self._send(attempt, ready.popleft() if ready else next(prompts), asked, end_s):
                 break
             assert attempt.sent_s is not None
             attempt.scheduled_s = attempt.sent_s - self._t0
@@ -184,16 +219,21 @@ class Client:
             self._refill_lags_s.append(attempt.sent_s - came_s)
         else:
             self._ran_out_s = attempts[-1].scheduled_s
-        return attempts
 
-    def _send(self, attempt: Attempt, prompt: Prompt, params: SamplingParams, until_s: float = inf) -> bool:
+    def _send(self, attempt: Attempt, prompt: Prompt, asked: Asked, until_s: float = inf) -> bool:
         """False: by now it is `until_s` (clock seconds), and nothing was sent."""
         waiting, now = self._manager.waiting, clock()
         if now >= until_s:
             return False
         attempt.waiting, attempt.sent_s = waiting, now
         try:
-            stream = self._manager.submit(prompt, params, mailbox=self._consumer.mailbox)
+            stream = self._manager.submit(
+                prompt,
+                asked.params,
+                mailbox=self._consumer.mailbox,
+                priority=asked.priority,
+                ttft_deadline_s=asked.ttft_deadline_s,
+            )
             attempt.returned_s = clock()
         except RoseinferError as failure:
             attempt.returned_s = clock()
@@ -238,6 +278,8 @@ class Permits:
 
         None once it is `until_s`, whatever is free then, or after `close`.
         """
+        with interruptible():
+            pass  # also where nothing has to wait
         with self._condition:
             while True:
                 now = clock()
@@ -248,7 +290,8 @@ class Permits:
                     self._outstanding += 1
                     self.peak_outstanding = max(self.peak_outstanding, self._outstanding)
                     return heapq.heappop(self._free_s)
-                self._condition.wait(min(next_s - now, until_s - now, LONGEST_WAIT_S))
+                with interruptible():
+                    self._condition.wait(min(next_s - now, until_s - now, LONGEST_WAIT_S))
 
     def give_back(self, at_s: float) -> None:
         """A request has ended, however it did; its permit comes free at `at_s` (clock seconds)."""
@@ -285,6 +328,9 @@ class _Consumer:
         self._deadlines: deque[tuple[float, int]] = deque()  # of requests in the order of sending
         self._ended = 0
 
+        self._is_over = threading.Event()
+        self._is_to_give_up = False
+        self.interrupted_s: float | None = None
         self._expected: float = inf
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="roseinfer-consumer", daemon=True)
@@ -308,6 +354,11 @@ class _Consumer:
         if self._failure is not None:
             raise self._failure
 
+    def give_up_all(self) -> None:
+        """Has it take what is there by now, and give up the rest at `interrupted_s`; each is still to end, as aborted."""
+        self._is_to_give_up = True
+        self.mailbox.wake()
+
     def stop(self) -> None:
         """Ends its thread, whatever is outstanding."""
         self._join(0)
@@ -315,6 +366,9 @@ class _Consumer:
     def _join(self, expected: int) -> None:
         self._expected = expected
         self.mailbox.wake()
+        while not self._is_over.is_set():
+            with interruptible():  # not the join: a thread whose join was cut short counts as ended (CPython 3.11)
+                self._is_over.wait(LONGEST_WAIT_S)
         self._thread.join()
 
     def _run(self) -> None:
@@ -324,10 +378,13 @@ class _Consumer:
             self._failure = error
             if self._permits is not None:
                 self._permits.close()
+        finally:
+            self._is_over.set()
 
     def _take(self) -> None:
         while self._ended < self._expected:
-            events = self.mailbox.take(timeout_s=self._patience_s())
+            gives_up = self._is_to_give_up
+            events = self.mailbox.take(timeout_s=0.0 if gives_up else self._patience_s())
             now = clock()
             if events:
                 self.batches.append((now, events))
@@ -337,6 +394,10 @@ class _Consumer:
                     if event.finish_reason is not None:
                         self._manager.acknowledge(event.request_id)
                         self._end(event.request_id, now)
+                if gives_up:
+                    self._is_to_give_up, self.interrupted_s = False, now
+                    for request_id in list(self._waited_for):
+                        self._give_up(request_id, now)
 
     def _patience_s(self) -> float:
         """Time to the next deadline, as far as it is known.
@@ -345,9 +406,9 @@ class _Consumer:
         given up as much after its deadline as its submission took.
         """
         if self._timeout_s is None:
-            return LONGEST_WAIT_S
+            return QUEUE_WAIT_S
         left_s = self._deadlines[0][0] - clock() if self._deadlines else self._timeout_s
-        return min(max(0.0, left_s), LONGEST_WAIT_S)
+        return min(max(0.0, left_s), QUEUE_WAIT_S)
 
     def _end(self, request_id: int, now: float) -> None:
         if request_id in self._waited_for:
@@ -361,14 +422,28 @@ class _Consumer:
         while self._deadlines and self._deadlines[0][0] < now:
             _, request_id = self._deadlines.popleft()
             if request_id in self._waited_for:
-                self.gave_up_s[request_id] = now
-                self._manager.abort(request_id)
-                self._leave(request_id, now)
+                self._give_up(request_id, now)
+
+    def _give_up(self, request_id: int, now: float) -> None:
+        self.gave_up_s[request_id] = now
+        self._manager.abort(request_id)
+        self._leave(request_id, now)
 
     def _leave(self, request_id: int, now: float) -> None:
         self._waited_for.remove(request_id)
         if self._permits is not None:
             self._permits.give_back(now)
+
+
+def _asked(workload: Workload, deadlines: TtftDeadlines, *, ignore_eos: bool) -> list[Asked]:
+    lengths, classes = workload.output_tokens.tolist(), workload.classes
+    places = [0] * len(lengths) if classes is None else classes.places.tolist()
+    deadlines_s = deadlines.of(() if classes is None else classes.names)
+    known = {
+        (n, place): Asked(SamplingParams(n, ignore_eos=ignore_eos), place, deadlines_s[place])
+        for n, place in set(zip(lengths, places, strict=True))
+    }
+    return [known[one] for one in zip(lengths, places, strict=True)]
 
 
 def _by_request(events: list[TokenEvent]) -> dict[int, list[TokenEvent]]:

@@ -46,34 +46,33 @@ DEFAULT_MODEL: Final = "builtin:gpt2"
 
 
 class Cell(NamedTuple):
-    """One combination of factors: the bounds of its admission, and the others named as `records.FACTORS`.
+    """One combination of factors, named as `records.FACTORS`.
 
-    None: no limit; no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
+    None: no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
     """
 
-    max_inflight: int | None
+    admission: AdmissionSpec
     burst_size: int | None
     prompt_len: int | None
     output_len: int | None
     request_rate: float | None = None
-    max_inflight_tokens: int | None = None
 
     @property
-    def admission(self) -> AdmissionSpec:
-        return AdmissionSpec(self.max_inflight, self.max_inflight_tokens)
+    def max_inflight(self) -> int | None:
+        """The bound on requests in flight, None where there is none that stands still."""
+        return self.admission.inflight
 
     def at(self, admission: AdmissionSpec) -> Cell:
-        """The cell with this limit in place of its own."""
-        return self._replace(max_inflight=admission.inflight, max_inflight_tokens=admission.tokens)
+        """The cell with this policy in place of its own."""
+        return self._replace(admission=admission)
 
     @property
     def cell_id(self) -> str:
-        is_unlimited = self.admission == AdmissionSpec()
-        parts: dict[str, object] = {"inflight": "none" if is_unlimited else self.max_inflight}
-        parts |= {"tokens": self.max_inflight_tokens, "burst": self.burst_size}
+        parts: dict[str, object] = {"burst": self.burst_size}
         parts |= {"prompt": self.prompt_len, "output": self.output_len}
         parts["rate"] = None if self.request_rate is None else f"{self.request_rate:g}"
-        return "-".join(f"{name}_{value}" for name, value in parts.items() if value is not None)
+        factors = [f"{name}_{value}" for name, value in parts.items() if value is not None]
+        return "-".join([self.admission.slug, *factors])
 
     @property
     def shape(self) -> Cell:
@@ -118,6 +117,10 @@ class Experiment:
         replay = None if o.workload is None else _replay(o)
         trace = None if o.trace is None else _trace(o)
         load = load_of(o, given, replays_closed_loop=replay is not None and replay.is_closed)
+        if o.ttft_deadline is not None:
+            classes = replay.class_names if load.priority_mix is None and replay is not None else ()
+            classes = classes if load.priority_mix is None else load.priority_mix.names
+            load.ttft_deadlines.check(o.ttft_deadline, classes)
         if o.pretok and o.tokenize_workers and "tokenize_workers" in given:
             raise wrong("tokenize_workers", o, "has nothing to do with --pretok")
         if replay is None:
@@ -125,7 +128,7 @@ class Experiment:
             check_spread("prompt_len_dist", o, load.prompt_lengths, prompts)
             check_spread("output_len_dist", o, load.output_lengths, outputs)
             factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
-            shapes = tuple(Cell(None, *values) for values in factors)
+            shapes = tuple(Cell(AdmissionSpec(), *values) for values in factors)
             if o.load is None:
                 for shape in shapes:
                     check_shape(o, load, shape.burst_size, shape.request_rate)

@@ -10,7 +10,6 @@ import typer
 from roseinfer.bench.load_options import whole_option
 
 APIS: Final = ("completions", "chat")
-RETRIES: Final = ("none", "immediate", "exponential", "retry-after")
 BUILTIN_TOKENIZER: Final = "builtin"
 LIMIT_WORD: Final = "{max_inflight}"
 ADMISSION_WORD: Final = "{admission}"
@@ -48,13 +47,6 @@ class HttpOptions:
             " 'vllm serve M --port {port} [[--max-num-seqs {max_inflight}]]'.",
         ),
     ] = None
-    retry: Annotated[
-        str,
-        typer.Option(
-            help="What the client does with a request that a server refused: none, immediate, exponential (full"
-            " jitter) or retry-after (the same, not before the server's Retry-After)."
-        ),
-    ] = "none"
     client_workers: Annotated[
         int,
         whole_option(help="Processes that send to a server and share the load; one does thousands a second."),

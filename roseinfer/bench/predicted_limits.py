@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from roseinfer.admission_spec import parse_admission
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.recommend import Evidence, Recommendation, Slo, best, recommend
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.resimulate import at_limits
@@ -69,9 +70,15 @@ def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int
 
 
 def predictions(
-    folder: RunFolder, model: CostModel, measured: Sequence[Recommendation], slos: Sequence[Slo], *, seed: int
+    folder: RunFolder,
+    model: CostModel,
+    measured: Sequence[Recommendation],
+    slos: Sequence[Slo],
+    *,
+    seed: int,
+    sizes: EngineSizes | None = None,
 ) -> list[Prediction]:
-    """One for each of `measured`, in their order.
+    """One for each of `measured`, in their order. `sizes` are those of the server that was measured, if it was one.
 
     Raises InputError where the run cannot be simulated, and where it limits tokens: what its texts hold until they
     are tokenised no simulation knows.
@@ -81,9 +88,11 @@ def predictions(
     if budgets:
         raise InputError("--cost-model", model.name, f"predicts limits of requests, not {budgets[0]}")
     limits = [spec.inflight for spec in specs]
-    unlimited = [facts["peak_inflight"] for facts in folder.read_facts().values() if facts["limit"] is None]
-    peak = max([1, *(peak for peak in unlimited if peak is not None)])
-    simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)])
+    unlimited = [facts for facts in folder.read_facts().values() if facts["limit"] is None]
+    # A server does not say its peak; its clients know what they had outstanding.
+    peaks = [facts["peak_inflight"] or facts.get("peak_outstanding") for facts in unlimited]
+    peak = max([1, *(peak for peak in peaks if peak is not None)])
+    simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)], sizes=sizes)
     cells = simulated.drop_duplicates("cell_id")[["cell_id", *FACTORS]]
     found = recommend(
         simulated, cells.assign(repeat=np.nan, valid=True, invalid_reasons=None), slos, seed=seed

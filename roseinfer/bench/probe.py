@@ -12,7 +12,7 @@ import pandas as pd
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.flag_values import admissions
 from roseinfer.bench.judgement import Verdict
-from roseinfer.bench.measurement import summary_of
+from roseinfer.bench.measurement import Bench, summary_of
 from roseinfer.bench.options import SweepOptions
 from roseinfer.bench.recommend import Judgement, parse_slo, recommend
 from roseinfer.bench.session import Session
@@ -24,6 +24,9 @@ from roseinfer.errors import InputError
 
 BUSY_USERS: Final = 256
 """Of the closed loop that keeps a server without a limit busy."""
+
+LONGER: Final = 4
+"""Times that what confirms an answer is as long as a probe."""
 
 WORDS: Final = {Verdict.PASS: "holds", Verdict.FAIL: "fails", Verdict.UNKNOWN: "cannot be told"}
 
@@ -52,6 +55,7 @@ class Probe:
     is_steady: bool
     invalid: str | None
     folder: Path
+    is_long: bool = False
     decides: bool = True  # its verdict says something of the answer
 
     @property
@@ -93,6 +97,23 @@ def _worst(verdicts: Iterable[Verdict]) -> Verdict:
     return next((verdict for verdict in (Verdict.FAIL, Verdict.UNKNOWN) if verdict in found), Verdict.PASS)
 
 
+def longer(options: SweepOptions, *, is_spaced: bool) -> SweepOptions | None:
+    """LONGER times as much of the load, of requests that no probe has seen; None: a --workload has no others.
+
+    A load that is not `is_spaced`, such as one burst or a trace, is what it is: it is repeated more often.
+    """
+    if options.workload is not None:
+        return None
+    changes: dict[str, Any] = {"seed": options.seed ^ 1}
+    if is_spaced and options.duration is not None:
+        changes["duration"] = LONGER * options.duration
+    if is_spaced and options.num_requests is not None:
+        changes["num_requests"] = LONGER * options.num_requests
+    if len(changes) == 1:
+        changes["repeats"] = LONGER * options.repeats
+    return replace(options, **changes)
+
+
 class Prober:
     """Measures the loads that it is asked for; a run that is on disk already is read, or gone on with.
 
@@ -107,10 +128,17 @@ class Prober:
         run_id: str,
         max_not_served: float,
         say: Callable[[str], None],
+        bench_of: Callable[[Experiment], Bench],
+        is_long: bool = False,
     ) -> None:
-        """`options` are those of a sweep of one cell, with a name; `given` names the fields that the user set."""
+        """`options` are those of a sweep of one cell, with a name; `given` names the fields that the user set.
+
+        Several that measure may share the engine of one `bench_of`. `is_long`: `options` are those of `longer`.
+        """
         self.options = options
         self.is_simulated = options.target == "sim"
+        self.is_long = is_long
+        self._bench_of = bench_of
         self._given = frozenset(given)
         self._run_id = run_id
         self._max_not_served = max_not_served
@@ -156,7 +184,12 @@ class Prober:
         options = experiment.options
         path = options.output_dir / str(options.experiment_name) / str(options.run_id)
         try:
-            session = Session(experiment, default_name="capacity", resume=path if path.exists() else None)
+            session = Session(
+                experiment,
+                default_name="capacity",
+                resume=path if path.exists() else None,
+                bench_of=self._bench_of,
+            )
         except InputError as error:
             name_of = "--run-id" if error.name == "--resume" else error.name
             raise InputError(name_of, error.value, error.why) from error
@@ -175,8 +208,9 @@ class Prober:
         offered = repeats["offered"].to_numpy()
         lost = offered - repeats["completed"].to_numpy()
         return Probe(
-            name=f"simulated {name}" if self.is_simulated else name,
+            name=f"{'simulated ' if self.is_simulated else ''}{name}{', at length' if self.is_long else ''}",
             is_simulated=self.is_simulated,
+            is_long=self.is_long,
             judgements=found.evidence[0].judgements,
             not_served=share_interval(lost, offered, seed=self.options.seed),
             max_not_served=self._max_not_served,

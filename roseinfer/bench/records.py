@@ -16,10 +16,14 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     prompt_tokens, cached_tokens, output_tokens   counted from ids                  what the server counts, or null
     waiting_at_send                               rows that were sent               null
     inflight_at_send                              admission's own count             what this client had outstanding
+    predicted_ttft_s                              admitted rows, by a policy with a null
+                                                  cost model: from reserved_s on
+    priority                                      the name of its class, null where all are alike; the same
     status_code, server_queue_s, server_prefill_s null                              as the server says
 
 A refusal of the stage "queued" has the columns of an admitted row too, as far as it got. `reject_stage` "submit" is
-known to the caller before anything is done for the request.
+known to the caller before anything is done for the request. What the server's queue timeout dropped has the outcome
+timeout, and a `reject_reason` and stage as well, which the client's own deadline has not.
 
 The simulated target fills what the in-process one does, but with --no-token-times no list: token_times_s,
 chunk_times_s, chunk_tokens and the members of steps are null.
@@ -101,6 +105,7 @@ REQUEST_SCHEMA: Final = pa.schema(
         ("finish_reason", pa.string()),
         ("inflight_at_send", pa.int64()),
         ("waiting_at_send", pa.int64()),
+        ("predicted_ttft_s", pa.float64()),
         ("token_times_s", pa.list_(pa.float64())),
         ("chunk_times_s", pa.list_(pa.float64())),
         ("chunk_tokens", pa.list_(pa.int64())),
@@ -128,6 +133,7 @@ STEP_SCHEMA: Final = pa.schema(
         ("waiting", pa.int64()),
         ("running", pa.int64()),
         ("kv_tokens", pa.int64()),
+        ("inflight_limit", pa.int64()),  # null: none that moves
         ("members", pa.list_(_MEMBER)),
     ]
 )
@@ -166,13 +172,14 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
 
     The formulas are those of the design: the eight TTFT_PARTS, `ttft_s`, `ttft_from_send_s`, `decode_s`,
     `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `largest_itl_s` (the longest wait between two
-    tokens, null under 2), `reject_s` (stage submit only), `add_request_s`, and from sending to the end of what
-    failed: `time_to_error_s`, `time_to_timeout_s`.
+    tokens, null under 2), `reject_s` (of the last try; stage submit only), `time_to_drop_s` (the same of stage queued,
+    queue timeouts too), `add_request_s`, and from sending to the end of what failed: `time_to_error_s`,
+    `time_to_timeout_s`.
     """
     r = requests
     last_sent_s = r["last_sent_s"].fillna(r["sent_s"])
     tokens = r["output_tokens"].astype("float64")
-    at_submit = r["reject_stage"] == "submit"
+    until_rejected_s = r["rejected_s"] - last_sent_s
     until_end_s = r["ended_s"] - r["sent_s"]
     derived: dict[str, Any] = {
         "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
@@ -190,7 +197,8 @@ def derive(requests: pd.DataFrame) -> pd.DataFrame:
         "e2el_s": r["received_last_s"] - r["scheduled_s"],
         "tpot_s": ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
         "largest_itl_s": _largest_gaps_s(r["token_times_s"]),
-        "reject_s": (r["rejected_s"] - r["sent_s"]).where(at_submit),
+        "reject_s": until_rejected_s.where(r["reject_stage"] == "submit"),
+        "time_to_drop_s": until_rejected_s.where(r["reject_stage"] == "queued"),
         "add_request_s": r["admitted_s"] - r["sent_s"],
         "time_to_error_s": until_end_s.where(r["outcome"] == Outcome.ERROR),
         "time_to_timeout_s": until_end_s.where(r["outcome"] == Outcome.TIMEOUT),

@@ -126,7 +126,15 @@ def write_parquet(path: Path, schema: Any, tables: Iterable[Any]) -> None:
 
 @contextmanager
 def parquet_writer(path: Path, schema: Any) -> Iterator[Any]:
-    with written(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    # Stamps hardly ever repeat, so that a dictionary of them is long, and made in vain.
+    numbers = [field.name for field in schema if pa.types.is_float64(field.type)]
+    with (
+        written(path) as file,
+        pq.ParquetWriter(
+            file, schema, compression="zstd", use_dictionary=texts, use_byte_stream_split=numbers
+        ) as writer,
+    ):
         yield writer
 
 
@@ -143,9 +151,10 @@ def read_parquet(path: Path) -> Any:
 
 def conformed(table: Any, schema: Any) -> Any:
     """`table` with the columns of `schema`: null where an older version of the tool did not know them yet."""
+    known = set(table.column_names)
     columns = [
         table[field.name].cast(field.type)
-        if field.name in table.column_names
+        if field.name in known
         else pa.nulls(len(table), field.type)
         for field in schema
     ]

@@ -6,19 +6,18 @@ server saw has rows of its own: `http.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
-import pyarrow as pa
 
 from roseinfer.bench.environment import public_text
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.records import Outcome
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
-from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
+from roseinfer.errors import QUEUE_TIMEOUT, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepRecord
 from roseinfer.request import FinishReason, TokenEvent
 from roseinfer.stream import Timings
@@ -44,6 +43,14 @@ class CellResult(NamedTuple):
     attempts: pd.DataFrame | None = None
 
 
+class CellInterrupted(KeyboardInterrupt):
+    """A user stopped a cell; `result` is what it had come to. Whoever does not know it sees a KeyboardInterrupt."""
+
+    def __init__(self, result: CellResult) -> None:
+        super().__init__()
+        self.result = result
+
+
 @dataclass(slots=True)
 class Attempt:
     """One request as its client saw it: never sent, or refused, or answered (`timings`).
@@ -51,8 +58,9 @@ class Attempt:
     `scheduled_s` is the workload's, in seconds from time zero; the other moments are clock seconds. `permitted_s` is
     when the client's own cap let it go, None where it did not hold it back. `waiting` and `inflight` are what it met
     when it was sent. `returned_s` is when submitting it came back. `gave_up_s` is when the client stopped waiting for
-    it, at its deadline, or without having sent it (`unsent_because` says why). The end of a stream is the last event
-    of the last delivery, unless the client gave up before: what it brought after that was not read.
+    it, at its deadline or because a user interrupted it, or without having sent it (`unsent_because` says why). The end
+    of a stream is the last event of the last delivery, unless the client gave up before: what it brought after that was
+    not read.
     """
 
     scheduled_s: float
@@ -67,6 +75,12 @@ class Attempt:
     deliveries: list[tuple[float, list[TokenEvent]]] = field(default_factory=list)
     gave_up_s: float | None = None
     unsent_because: str | None = None
+    is_interrupted: bool = False
+    predicted_ttft_s: float | None = None  # by the admission that let it in
+
+
+INTERRUPTED: Final = "interrupted"
+"""Why a request has no end, or was never sent, of which a user stopped the run."""
 
 
 def unsent_because(cap: int | None) -> str:
@@ -86,7 +100,7 @@ def factor_columns(
         "target": target,
         "model": model,
         "admission": str(cell.admission),
-        "max_inflight": cell.max_inflight if cell.max_inflight_tokens is None else None,
+        "max_inflight": cell.max_inflight if cell.admission.is_count_alone else None,
         "burst_size": cell.burst_size,
         "prompt_len": prompt_len,
         "output_len": cell.output_len,
@@ -144,8 +158,9 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         stamps["last_token_s"] = token_times_s[-1] if token_times_s else None
         end = {
             "ended_s": attempt.gave_up_s - t0,
-            "outcome": Outcome.TIMEOUT,
+            "outcome": Outcome.INCOMPLETE if attempt.is_interrupted else Outcome.TIMEOUT,
             "finish_reason": FinishReason.ABORT,
+            "error": INTERRUPTED if attempt.is_interrupted else None,
         }
     else:
         ended_s, last_events = attempt.deliveries[-1]
@@ -159,7 +174,7 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         }
         if isinstance(event.error, SchedulerManagerOverloadedError):
             end |= {
-                "outcome": Outcome.REJECTED,
+                "outcome": outcome_of_drop(event.error),
                 "rejected_s": end["ended_s"],
                 "reject_reason": event.error.reason,
                 "reject_stage": event.error.stage,
@@ -171,6 +186,7 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         "received_first_s": chunks[0][0] if chunks else None,
         "received_last_s": chunks[-1][0] if chunks else None,
         "prompt_tokens": attempt.prompt_tokens,
+        "predicted_ttft_s": attempt.predicted_ttft_s,
         "cached_tokens": 0,  # there is no prefix cache: every prompt token is computed
         "output_tokens": len(token_times_s),
         "token_times_s": token_times_s or None,
@@ -179,9 +195,14 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
     }
 
 
+def outcome_of_drop(error: SchedulerManagerOverloadedError) -> Outcome:
+    """What became of a request that was dropped while it waited."""
+    return Outcome.TIMEOUT if error.reason == QUEUE_TIMEOUT else Outcome.REJECTED
+
+
 STEP_COLUMNS: Final = tuple(
     "step plan_start_s exec_start_s exec_end_s published_s prefill_requests prefill_tokens prefill_attention_pairs"
-    " decode_requests context_tokens cached_tokens waiting running kv_tokens members".split()
+    " decode_requests context_tokens cached_tokens waiting running kv_tokens inflight_limit members".split()
 )
 
 
@@ -211,6 +232,7 @@ def step_values(
         step.waiting,
         step.running,
         step.kv_tokens,
+        step.inflight_limit,
         members,
     )
 
@@ -222,46 +244,3 @@ def _since(t0: float, stamp: float | None) -> float | None:
 def error_text(error: BaseException) -> str:
     """What a record says of an error: nothing of this machine."""
     return f"{type(error).__name__}: {public_text(str(error))}"
-
-
-ROW_GROUP_ROWS: Final = 65_536
-
-
-class RowGroups:
-    """Takes rows one by one, and hands them on as tables of ROW_GROUP_ROWS rows, the last one of what is left.
-
-    A row is a tuple in the order of `names`; `constants` are columns that are the same in all rows.
-    """
-
-    def __init__(
-        self,
-        schema: pa.Schema,
-        names: Sequence[str],
-        constants: Mapping[str, Any],
-        hand_on: Callable[[pa.Table], None],
-    ) -> None:
-        self._rows: list[tuple[Any, ...]] = []
-        self._varying = [schema.field(name) for name in names]
-        self._constant = [(schema.field(name), value) for name, value in constants.items()]
-        self._hand_on = hand_on
-
-    def add(self, row: tuple[Any, ...]) -> None:
-        self._rows.append(row)
-        if len(self._rows) == ROW_GROUP_ROWS:
-            self._flush()
-
-    def finish(self) -> None:
-        """Hands the rest on."""
-        if self._rows:
-            self._flush()
-
-    def _flush(self) -> None:
-        n = len(self._rows)
-        columns = [
-            pa.array(column, type=field.type)
-            for field, column in zip(self._varying, zip(*self._rows, strict=True), strict=True)
-        ]
-        columns += [pa.repeat(pa.scalar(value, field.type), n) for field, value in self._constant]
-        self._rows.clear()
-        fields = [*self._varying, *(field for field, _ in self._constant)]
-        self._hand_on(pa.Table.from_arrays(columns, schema=pa.schema(fields)))

@@ -68,14 +68,19 @@ class Session:
         default_name: str,
         resume: Path | None = None,
         command: str | None = None,
+        bench_of: Callable[[Experiment], measurement.Bench] = engine_bench,
     ) -> None:
-        """`command` is what run.json says that the run was started with; None: this process's command line."""
+        """`command` is what run.json says that the run was started with; None: this process's command line.
+
+        `bench_of` sets the engine up, where one in this process is measured.
+        """
         if not experiment.is_http:  # a server that is started here waits as its own people want it to
             sleep_while_waiting()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
         self._command = public_command(sys.argv) if command is None else command
         self.folder: RunFolder | None = None
+        self._bench_of = bench_of
         self._progress = Progress(quiet=options.quiet)
         self._name = default_name if options.experiment_name is None else options.experiment_name
         self._slos = [parse_slo(text) for text in experiment.slos]
@@ -161,14 +166,27 @@ class Session:
                     claims.enter_context(self.folder.claimed())
                 measurement.measure(experiment, self.folder, progress, prepared.run_cells)
             progress("summing up")
-            self.summary = measurement.conclude(self.folder, prepared.workload)
-            self._requests = self.folder.read_requests()
-            self.conclusions = report.conclusions(self.summary)
+            self._conclude(measurement.conclude(self.folder, prepared.workload))
             if self._slos:
                 self.recommendations = recommend(self._requests, self.summary, self._slos, seed=options.seed)
-            else:
-                self.recommendations = []
         return self.summary
+
+    def conclude_interrupted(self) -> bool:
+        """After an interrupt: sums up what is on disk of a run that is not over. False where that is nothing.
+
+        What is there recommends nothing.
+        """
+        if self.folder is None or self.folder.is_compacted or not self.folder.read_facts():
+            return False
+        self._conclude(measurement.summary_of(self.folder))
+        return True
+
+    def _conclude(self, summary: pd.DataFrame) -> None:
+        assert self.folder is not None
+        self.summary = summary
+        self._requests = self.folder.read_requests()
+        self.conclusions = report.conclusions(summary)
+        self.recommendations = []
 
     def _set_up(self, progress: Progress, claims: ExitStack) -> _Prepared:
         if self.experiment.is_http:
@@ -178,7 +196,7 @@ class Session:
         if self.experiment.options.ray is not None:
             return self._set_up_cluster(progress, claims, self.experiment.options.ray)
         progress("loading the model")
-        bench = engine_bench(self.experiment)
+        bench = self._bench_of(self.experiment)
         return _Prepared(
             bench.source.table(),
             bench.source.notes,
@@ -293,8 +311,10 @@ class Session:
             for field in unkept_files(self.folder.manifest)
         ]
         total = len(self.experiment.cells) * self.experiment.options.repeats
+        in_part = ", and what there is of another, which is to be measured anew"
         return (
-            f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk."
+            f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk"
+            f"{in_part if self.folder.interrupted_cells() else ''}."
             f" To go on: roseinfer-bench sweep --resume {shlex.quote(str(self.folder.path))}{''.join(files)}"
         )
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from roseinfer.bench.records import Outcome
-from roseinfer.bench.rows import OUTCOMES, error_text
+from roseinfer.bench.rows import OUTCOMES, error_text, outcome_of_drop
 from roseinfer.errors import InvariantError, SchedulerManagerOverloadedError
-from roseinfer.request import FinishReason, Request
+from roseinfer.request import ABORT, Request
 from roseinfer.sim.virtual import Arrival, Sent
 
 _BEFORE_OUTCOME: Final = (
@@ -20,7 +20,7 @@ _BEFORE_OUTCOME: Final = (
 _UNSERVED: Final = "rejected_s reject_reason reject_stage error".split()
 _SERVED: Final = (
     "admitted_s reserved_s tokenized_s first_scheduled_s first_token_s last_token_s finished_s released_s"
-    " received_first_s received_last_s finish_reason prompt_tokens cached_tokens output_tokens"
+    " received_first_s received_last_s finish_reason prompt_tokens predicted_ttft_s cached_tokens output_tokens"
     " token_times_s chunk_times_s chunk_tokens".split()
 )
 SENT_COLUMNS: Final = (*_BEFORE_OUTCOME, "outcome", *_UNSERVED, *_SERVED)
@@ -47,13 +47,13 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
     if sent.gave_up_s is not None:
         # The engine may have gone on for a moment; the record holds what the client got.
         times_s = times_s[:n]
-        ended_s, outcome, reason = sent.gave_up_s, Outcome.TIMEOUT, FinishReason.ABORT
+        ended_s, outcome, reason = sent.gave_up_s, Outcome.TIMEOUT, ABORT
     else:
         assert fate.finish_reason is not None
         assert sent.ended_s is not None
         ended_s, outcome, reason = sent.ended_s, OUTCOMES[fate.finish_reason], fate.finish_reason
         if isinstance(sent.error, SchedulerManagerOverloadedError):
-            outcome = Outcome.REJECTED
+            outcome = outcome_of_drop(sent.error)
             unserved = (ended_s, sent.error.reason, sent.error.stage, None)
         elif sent.error is not None:
             unserved = (None, None, None, error_text(sent.error))
@@ -77,6 +77,7 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
         received_s[-1] if n else None,
         reason,
         sent.prompt_tokens,
+        ticket.predicted_ttft_s,
         0,  # there is no prefix cache: every prompt token is computed
         n,
         *lists,
@@ -99,9 +100,14 @@ class InOrder:
         """Rows handed on."""
 
     def add(self, index: int, row: tuple[Any, ...]) -> None:
-        self._early[index] = row
-        while self.count in self._early:
-            self._hand_on(self._early.pop(self.count))
+        early = self._early
+        if index != self.count:
+            early[index] = row
+            return
+        self._hand_on(row)
+        self.count += 1
+        while early and self.count in early:
+            self._hand_on(early.pop(self.count))
             self.count += 1
 
     def finish(self, offered: int) -> None:

@@ -16,11 +16,12 @@ import pyarrow as pa
 
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
+from roseinfer.bench.priorities import TtftDeadlines
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA
+from roseinfer.bench.row_groups import RowGroups
 from roseinfer.bench.rows import (
     STEP_COLUMNS,
     CellResult,
-    RowGroups,
     factor_columns,
     step_values,
     unsent_because,
@@ -95,9 +96,11 @@ class SimTarget:
         blocks = iter(blocks)
         first = next(blocks)
         factors = factor_columns(self.name, self._cost_model.name, cell, first)
+        class_names = None if first.classes is None else first.classes.names
         is_closed = first.scheduled_s is None
         keeps_times = not self._experiment.options.no_token_times
-        requests = RowGroups(REQUEST_SCHEMA, SENT_COLUMNS, factors, lambda rows: taker.add("requests", rows))
+        columns = SENT_COLUMNS if class_names is None else ("priority", *SENT_COLUMNS)
+        requests = RowGroups(REQUEST_SCHEMA, columns, factors, lambda rows: taker.add("requests", rows))
         steps = RowGroups(STEP_SCHEMA, STEP_COLUMNS, {}, lambda rows: taker.add("steps", rows))
         in_order = InOrder(requests.add)
         index_of = int if keeps_times else None  # request ids of a simulation are request indexes
@@ -105,8 +108,11 @@ class SimTarget:
         outside = None if fitted is None else OutsideFitted(fitted)
         n_steps = 0
 
+        def add_row(index: int, priority: int, values: tuple[Any, ...]) -> None:
+            in_order.add(index, values if class_names is None else (class_names[priority], *values))
+
         def on_request(sent: Sent) -> None:
-            in_order.add(sent.index, sent_values(sent, keeps_times))
+            add_row(sent.index, sent.priority, sent_values(sent, keeps_times))
 
         def on_step(step: StepRecord) -> None:
             nonlocal n_steps
@@ -117,7 +123,7 @@ class SimTarget:
                 outside.add(values[_COMPOSITION])
 
         run = simulate(
-            _arrivals(first, blocks),
+            _arrivals(first, blocks, load.ttft_deadlines),
             limits,
             self._costs(cell, first.repeat),
             rules,
@@ -127,7 +133,7 @@ class SimTarget:
         # What a closed loop did not come to was never offered.
         for index, arrival in run.unsent:
             why = unsent_because(rules.max_concurrency)
-            in_order.add(index, unsent_values(index, arrival, rules.duration_s, why))
+            add_row(index, arrival.priority, unsent_values(index, arrival, rules.duration_s, why))
         in_order.finish(run.offered)
         requests.finish()
         steps.finish()
@@ -135,7 +141,7 @@ class SimTarget:
         facts = CellFacts(
             offered=run.offered,
             limit=cell.max_inflight,
-            token_limit=cell.max_inflight_tokens,
+            token_limit=cell.admission.tokens,
             peak_inflight=counts.peak_inflight,
             peak_held_tokens=counts.peak_held_tokens,
             inflight_integral_s=counts.inflight_integral_s,
@@ -180,6 +186,8 @@ class SimTarget:
         options = self._experiment.options
         return SimLimits(
             admission=str(cell.admission),
+            scheduling=options.scheduling,
+            cost_model=self._cost_model if cell.admission.reads_cost_model else None,
             max_batch_size=options.max_batch_size,
             max_active_requests=options.max_active_requests,
             # As an engine on a CPU chooses it.
@@ -244,10 +252,13 @@ class _Frames:
         return frame
 
 
-def _arrivals(first: Workload, others: Iterator[Workload]) -> Iterator[Arrival]:
+def _arrivals(first: Workload, others: Iterator[Workload], deadlines: TtftDeadlines) -> Iterator[Arrival]:
     block: Workload | None = first
     while block is not None:
         n = len(block.prompt_tokens)
         due_s = [0.0] * n if block.scheduled_s is None else block.scheduled_s.tolist()
-        yield from map(Arrival, due_s, block.prompt_tokens.tolist(), block.output_tokens.tolist())
+        lengths = block.prompt_tokens.tolist(), block.output_tokens.tolist()
+        places = [0] * n if block.classes is None else block.classes.places.tolist()
+        deadlines_s = deadlines.of(() if block.classes is None else block.classes.names)
+        yield from map(Arrival, due_s, *lengths, places, [deadlines_s[place] for place in places])
         block = next(others, None)

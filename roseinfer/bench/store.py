@@ -7,7 +7,8 @@
 
 Whatever is written is first written aside, under a hidden name, and renamed once when it is whole. As long as
 `cells/` exists it is the truth and the compacted files are not read; it goes last, by one rename. So a run
-that is killed at any moment is whole, but for the cell that was running.
+that is killed at any moment is whole, but for the cell that was running. One that was interrupted is there with what
+it had come to, and is not finished: to go on is to measure it anew.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from roseinfer.errors import InputError, InvariantError, RunError
 
 CellKey = tuple[str, int]
 """(cell_id, repeat)"""
+
+INTERRUPTED_S: Final = "interrupted_s"
+"""Of the facts of a cell: null, or when it was interrupted."""
 
 _OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
 _LONGEST_NAME_BYTES: Final = 200
@@ -182,10 +186,15 @@ class RunFolder:
         return {key: value for key, value in self._run.items() if key not in _OWN_KEYS}
 
     def finished_cells(self) -> set[CellKey]:
-        """The cells and repeats that are on disk, whole."""
+        """The cells and repeats that are on disk, whole: not those that were interrupted, as their facts say."""
         if self.is_compacted:
             return {(entry["cell_id"], entry["repeat"]) for entry in self._run["facts"]}
-        return {_cell_key(cell) for cell in self._cell_folders()}
+        facts = self.read_facts()
+        return {key for key, said in facts.items() if said.get(INTERRUPTED_S) is None}
+
+    def interrupted_cells(self) -> set[CellKey]:
+        """The cells and repeats of which a part is on disk. `cell` replaces them."""
+        return set(self.read_facts()) - self.finished_cells()
 
     def write_cell(
         self,
@@ -213,11 +222,12 @@ class RunFolder:
     def cell(self, cell_id: str, repeat: int) -> Iterator[CellWriter]:
         """Save one cell and repeat row group by row group: at the end of the `with` all of it is there, or nothing.
 
-        Raises what `write_cell` raises.
+        One that was interrupted is replaced, by then. Raises what `write_cell` raises.
         """
         check_name("cell_id", cell_id)
         cell = self.path / "cells" / f"{cell_id}@{repeat}"
-        if self.is_compacted or cell.exists():
+        is_there = cell.exists()
+        if self.is_compacted or (is_there and (cell_id, repeat) not in self.interrupted_cells()):
             raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
         key: dict[str, Any] = {"run_id": self.run_id, "cell_id": cell_id, "repeat": repeat}
         with self._reported(f"could not save {cell.name}"), made_aside(cell) as aside:
@@ -227,6 +237,11 @@ class RunFolder:
                 yield writer
                 writer.complete()
             write_json(aside / "facts.json", writer.facts)
+            if is_there:
+                replaced = cell.with_name(f".{cell.name}.replaced.aside")
+                cell.replace(replaced)
+        if is_there:
+            shutil.rmtree(replaced, ignore_errors=True)  # `clear_leftovers` finds what stays
 
     def compact(self, summary: pd.DataFrame, workload: pd.DataFrame | None) -> None:
         """Turn the cells into one file a kind, and add `summary` and `workload` (None: there is none).

@@ -2,12 +2,12 @@
 
 Percentiles are nearest rank (`stats.PERCENTILE_METHOD`) over raw rows: those of a pooled row are taken from
 all requests of all repeats, never from the percentiles of the repeats. Latencies count completed requests
-only, `reject` the refusals at submission, `add_request` the admitted, `time_to_error` and `time_to_timeout` what
-ended so; `itl` pools the gaps between tokens, `chunk_gap` those between deliveries, `largest_itl` takes the largest
-gap between tokens of each request; `server_queue` and `server_prefill` are what a remote server says of itself. Of an
-open loop without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
-An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf, and so is a recovery
-that never came.
+only, `reject` the refusals at submission, `time_to_drop` what was dropped from the queue, `add_request` the admitted,
+`time_to_error` and `time_to_timeout` what ended so; `itl` pools the gaps between tokens, `chunk_gap` those between
+deliveries, `largest_itl` takes the largest gap between tokens of each request; `server_queue` and `server_prefill`
+are what a remote server says of itself. Of an open loop without bursts they leave the warm-up out (MSER-5); counts,
+rates and goodput are of all that was offered. An empty sample is null with n = 0. A bound that the repeats cannot give
+is -inf or inf, and so is a recovery that never came.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ COMPLETED_METRICS: Final = (
     "server_queue",
     "server_prefill",
 )
-METRICS: Final = (*COMPLETED_METRICS, "add_request", "reject", "time_to_error", "time_to_timeout")
+METRICS: Final = (
+    *COMPLETED_METRICS,
+    "add_request",
+    "reject",
+    "time_to_drop",
+    "time_to_error",
+    "time_to_timeout",
+)
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
 """Those whose p99 gets intervals in the pooled rows."""
 
@@ -144,6 +151,8 @@ def summarise(
         # Compared and counted again and again: numbers instead of strings.
         cell["outcome"] = pd.Categorical(cell["outcome"], categories=[str(outcome) for outcome in Outcome])
         identity = {name: cell[name].iloc[0] for name in _IDENTITY}
+        if cell["priority"].nunique(dropna=False) > 1:
+            identity["priority"] = None  # a cell is one set of requests, of whatever classes
         repeats = []
         places_of: Mapping[Any, Any] = cell.groupby("repeat").indices
         for repeat in sorted(places_of):

@@ -10,9 +10,10 @@ from typing import Final
 
 from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.flag_values import admissions, wrong
-from roseinfer.bench.http_options import APIS, RETRIES, HttpOptions
+from roseinfer.bench.http_options import APIS, HttpOptions
 from roseinfer.bench.options import TARGETS, RunOptions, flag, is_url
 from roseinfer.errors import InputError
+from roseinfer.policies import check_policy
 
 OF_ENGINES: Final = (
     "model",
@@ -40,11 +41,11 @@ NOT_OF_SERVERS: Final = (
     "max_num_batched_tokens",
     "kv_cache_tokens",
     "cost_model",
+    "scheduling",
 )
 """Flags of an engine, real or simulated, that its own server would have to be started with."""
 
 OF_SIMULATIONS: Final = {
-    "cost_model": "needs --target sim",
     "no_token_times": "needs --target sim: what was measured is kept whole",
     "load": "needs --target sim: a capacity is implied by a cost model only",
     "shards": "needs --target sim: an engine or a server is one machine, which measured cells may not share",
@@ -72,14 +73,17 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
         return
     if o.target not in TARGETS:
         raise wrong("target", o, f"must be {', '.join(TARGETS)} or the http:// or https:// URL of a server")
-    if o.retry != "none":
-        raise wrong("retry", o, "needs a server as --target: only there clients retry so far")
     for field in OF_SERVERS:
-        if field in given and getattr(o, field) is not None and field != "retry":
+        if field in given and getattr(o, field) is not None:
             raise wrong(field, o, f"needs a server as --target, not {o.target}")
     _check_ray(o)
+    specs = admissions(o, given)
+    for spec in specs:
+        check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")
     if o.target == "engine":
         _check_not_simulated(o)
+        if o.cost_model is not None and not any(spec.reads_cost_model for spec in specs):
+            raise wrong("cost_model", o, "needs --target sim, or a policy of --admission that weighs costs")
         return
     if o.cost_model is None:
         raise wrong("target", o, "needs --cost-model")
@@ -118,8 +122,6 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
         raise wrong("ray", o, "contradicts a server as --target, which is measured from one place")
     if o.api not in APIS:
         raise wrong("api", o, f"must be {' or '.join(APIS)}")
-    if o.retry not in RETRIES:
-        raise wrong("retry", o, f"must be {', '.join(RETRIES)}")
     if o.model == "":
         raise wrong("model", o, "is empty")
     if not 1 <= o.client_workers <= MOST_CLIENT_WORKERS:

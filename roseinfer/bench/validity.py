@@ -61,6 +61,7 @@ class CellFacts:
     request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit of
     requests, `token_limit` for no limit of tokens, of which `peak_held_tokens` were held at most;
     `started_utc` is the cell's time zero in ISO 8601.
+    `interrupted_s` is when a user stopped it, in seconds from time zero; a closed loop has then offered what it sent.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
     `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
@@ -78,6 +79,7 @@ class CellFacts:
     ran_out_s: float | None = None
     token_limit: int | None = None
     peak_held_tokens: int | None = None
+    interrupted_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -97,6 +99,7 @@ def check_cell(
 ) -> list[str]:
     """One sentence for every rule that the rows of one cell and repeat break; empty when it is valid."""
     return [
+        *_interruption(requests, facts),
         *_rows(requests, facts),
         *_inflight(requests, facts),
         *_stages(requests),
@@ -216,7 +219,16 @@ def _outstanding(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     return found
 
 
+def _interruption(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
+    if facts.interrupted_s is None:
+        return []
+    ended = int((requests["outcome"] != Outcome.INCOMPLETE).sum())
+    return [f"interrupted at {facts.interrupted_s:.3g} s, when {ended} of {facts.offered} requests had ended"]
+
+
 def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) -> list[str]:
+    if facts.interrupted_s is not None:
+        return []  # what is incomplete is so because of that
     errors, incomplete = (
         int((requests["outcome"] == outcome).sum()) for outcome in (Outcome.ERROR, Outcome.INCOMPLETE)
     )

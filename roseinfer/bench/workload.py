@@ -6,6 +6,7 @@ It depends on the seed, the repeat and the cell's shape, never on the limit: all
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, length_blocks, vary
 from roseinfer.bench.load import CLOSED_LOOP_MOST, CLOSED_LOOP_REFUSED_PAUSE_S
+from roseinfer.bench.priorities import Classes, class_blocks, draw_classes
 from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import BLOCK_ROWS, Stream, prompt_seed
@@ -33,7 +35,7 @@ class Workload(NamedTuple):
 
     `scheduled_s` is zero at the first arrival, or None: a closed loop, which sends as many of them as it gets to.
     `prompts` are texts or token ids, made when they are asked for; there are none without a tokenizer.
-    `repeat` is the repeat that it was drawn for.
+    `repeat` is the repeat that it was drawn for. `classes` is None where all requests are alike.
     """
 
     scheduled_s: NDArray[np.float64] | None
@@ -43,6 +45,11 @@ class Workload(NamedTuple):
     prompt_seed: int
     arrival: str
     repeat: int = 0
+    classes: Classes | None = None
+
+    def class_of(self, index: int) -> str | None:
+        """The name of a request's class, as its record has it."""
+        return None if self.classes is None else self.classes.name(index)
 
 
 class WorkloadSource:
@@ -105,6 +112,7 @@ class WorkloadSource:
             prompt_seed=requests.prompt_seed,
             arrival=requests.arrival,
             repeat=repeat,
+            classes=requests.classes,
         )
 
     def blocks(self, cell: Cell, repeat: int) -> Iterator[Workload]:
@@ -120,6 +128,7 @@ class WorkloadSource:
                     prompts=(),
                     prompt_tokens=drawn.prompt_tokens[rows],
                     output_tokens=drawn.output_tokens[rows],
+                    classes=None if drawn.classes is None else drawn.classes.rows(rows),
                 )
             return
         assert cell.prompt_len is not None
@@ -133,10 +142,17 @@ class WorkloadSource:
             load.output_lengths, cell.output_len, seed=seed, repeat=repeat, stream=Stream.OUTPUT_LENGTHS
         )
         times_s = at_a_rate(load, cell.request_rate, seed=seed, repeat=repeat)
-        for times, prompts, outputs in zip(times_s, prompts_of, outputs_of, strict=False):
+        classes_of: Iterator[Classes | None] = itertools.repeat(None)
+        if load.priority_mix is not None:
+            classes_of = class_blocks(load.priority_mix, seed=seed, repeat=repeat)
+        drawn_blocks = zip(times_s, prompts_of, outputs_of, classes_of, strict=False)
+        for times, prompts, outputs, classes in drawn_blocks:
             n = len(times)
             prompts, outputs = self._cut(prompts[:n], outputs[:n])  # noqa: PLW2901
-            yield Workload(times, (), prompts, outputs, prompt_seed(seed, repeat), load.arrival, repeat)
+            its_classes = None if classes is None else classes.rows(slice(n))
+            yield Workload(
+                times, (), prompts, outputs, prompt_seed(seed, repeat), load.arrival, repeat, its_classes
+            )
 
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
@@ -181,6 +197,9 @@ class WorkloadSource:
             prompt_seed=prompt_seed(seed, repeat),
             prefix_tokens=load.prefix_tokens,
             arrival=load.arrival,
+            classes=None
+            if load.priority_mix is None
+            else draw_classes(load.priority_mix, n, seed=seed, repeat=repeat),
         )
 
     def _cut(
@@ -214,6 +233,11 @@ class WorkloadSource:
         requests = self._requests(shape, repeat)
         n = len(requests.prompt_tokens)
         times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
+        classes = requests.classes
+        of_classes: dict[str, Any] = {}  # no columns where all are alike, as before there were classes
+        if classes is not None:
+            of_classes["priority"] = pd.Categorical.from_codes(classes.places, list(classes.names)).astype("string")
+            of_classes["priority_rank"] = classes.places
         return pd.DataFrame(
             {
                 "repeat": np.full(n, repeat, np.int32),
@@ -229,6 +253,7 @@ class WorkloadSource:
                 "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
                 "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
                 "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
+                **of_classes,
             }
         )
 

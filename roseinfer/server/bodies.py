@@ -5,6 +5,8 @@ A parameter that is not served is refused by name, unless it asks for what happe
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -44,6 +46,25 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "use_beam_search": (False,),
 }
 """Parameters of the APIs and of other servers that are not served, with the values that change nothing."""
+
+
+_NUMBERS: Final = re.compile(rb"\[[-+.\deE,\s]*\]")
+
+
+def refuse_doubled_names(content: bytes) -> None:
+    """Raises InputError for a name that a JSON object holds twice: all parsers drop one of its values unsaid.
+
+    `content` is valid JSON. Token ids hold no name, and would take as long as all else.
+    """
+    json.loads(_NUMBERS.sub(b"[]", content), object_pairs_hook=_without_doubles)
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise InputError(name, None, "is there twice")
+        seen.add(name)
 
 
 class BodyLimits(NamedTuple):

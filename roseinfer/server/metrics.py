@@ -53,20 +53,24 @@ class Metrics:
         self._itl = seconds("inter_token_latency", "Between tokens, as the engine made them", _GAP_BUCKETS_S)
         self._e2e = seconds("e2e_latency", "From slot taken to the last byte handed over", _WAIT_BUCKETS_S)
 
-    def refused(self, reason: str) -> None:
-        """A request was told to come back later."""
-        self._refusals.labels(reason).inc()
+    def refused(self, reason: str | None) -> None:
+        """A request was told to come back later; None: that it cannot be served."""
+        if reason is not None:
+            self._refusals.labels(reason).inc()
 
     def token_gap(self, seconds: float) -> None:
         """A token came so long after the one before it."""
         self._itl.observe(seconds)
 
-    def began(self, generation: Generation, now: float) -> None:
-        """The first bytes of an answer were handed over, or would have been if it were a stream."""
+    def scheduled(self, generation: Generation) -> None:
+        """A request waits no longer in the queue. What left it before its first step was planned is not counted."""
         times = generation.timings
-        self._ttft.observe(now - times.reserved_s)
         if times.first_scheduled_s is not None:
             self._queue_wait.observe(times.first_scheduled_s - times.reserved_s)
+
+    def began(self, generation: Generation, now: float) -> None:
+        """The first bytes of an answer were handed over, or would have been if it were a stream."""
+        self._ttft.observe(now - generation.timings.reserved_s)
 
     def ended(self, generation: Generation, finish_reason: str, now: float) -> None:
         """Nothing more is sent. Latency is of complete answers only."""

@@ -71,12 +71,9 @@ class Service:
         return self._generations.open(prompt, params)
 
     def refusal_of(self, error: Exception) -> Refusal:
-        """What to tell the client; counted if it is told to come back."""
+        """What to tell the client."""
         cause = error.__cause__ if isinstance(error, RequestFailedError) else None
-        refusal = refusal_of(cause or error, draining=self.draining)
-        if refusal.reason is not None:
-            self.metrics.refused(refusal.reason)
-        return refusal
+        return refusal_of(cause or error, draining=self.draining)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests, and returns when those that it has are done or, after `timeout_s`, were aborted."""

@@ -8,11 +8,12 @@ the next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from roseinfer.sim.virtual import Arrival
+    from roseinfer.bench.retries import Retrier
+    from roseinfer.sim.virtual import Arrival, Sent
 
 
 class ClientRules(NamedTuple):
@@ -20,7 +21,8 @@ class ClientRules(NamedTuple):
 
     max_concurrency: requests outstanding at a time. user_starts_s: a closed loop of so many users, and when each of
     them comes. refused_pause_s: from a refusal to the next request of that user. duration_s: where requests wait for
-    permits, none is sent from then on. timeout_s: from sending to giving up.
+    permits, none is sent from then on. timeout_s: from sending to giving up. retrier makes who decides what is tried
+    again, and per_try_timeout_s is from sending a try to giving that up.
     """
 
     max_concurrency: int | None = None
@@ -28,18 +30,28 @@ class ClientRules(NamedTuple):
     refused_pause_s: float = 0.0
     duration_s: float | None = None
     timeout_s: float | None = None
+    retrier: Callable[[], Retrier] | None = None
+    per_try_timeout_s: float | None = None
 
     @property
     def is_closed(self) -> bool:
         return self.user_starts_s is not None
 
 
-class Due(NamedTuple):
-    """A request of the workload, and since when nothing but the sender's other work keeps it from being sent."""
+class Story:
+    """A request whose client may try it again: its tries so far, of which `n_open` are not over for the engine.
 
-    request_index: int
-    arrival: Arrival
-    permitted_s: float
+    `is_over`: no other try follows.
+    """
+
+    __slots__ = ("arrival", "is_over", "n_open", "permitted_s", "tries")
+
+    def __init__(self, arrival: Arrival, permitted_s: float) -> None:
+        self.arrival = arrival
+        self.permitted_s = permitted_s
+        self.tries: list[Sent] = []
+        self.n_open = 0
+        self.is_over = False
 
 
 class Outbox:
@@ -64,8 +76,12 @@ class Outbox:
             self._permits_s = deque([0.0] * rules.max_concurrency)
         self._until_s = float("inf") if rules.duration_s is None else rules.duration_s
 
-    def take(self, now: float) -> Due | None:
-        """The request to send now, None while there is none or it has to wait."""
+    def take(self, now: float) -> tuple[int, Arrival, float] | None:
+        """The request to send now, None while there is none or it has to wait.
+
+        Of a request there is its place in the workload, the arrival, and since when nothing but the sender's other
+        work keeps it from being sent.
+        """
         permits_s = self._permits_s
         if permits_s is None:
             if not self.held:
@@ -83,8 +99,9 @@ class Outbox:
                 permitted_s = max(arrival.time_s, free_s)
         self.taken += 1
         self.outstanding += 1
-        self.peak = max(self.peak, self.outstanding)
-        return Due(index, arrival, permitted_s)
+        if self.outstanding > self.peak:
+            self.peak = self.outstanding
+        return index, arrival, permitted_s
 
     def ended(self, now: float) -> None:
         """A request is over for the client, however it ended."""

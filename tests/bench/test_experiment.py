@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
@@ -16,7 +17,7 @@ from tests.bench.experiments import experiment
 def test_cells_are_the_product_of_the_lists() -> None:
     made = experiment(max_inflight="0,16", burst_size="8,32", prompt_len="5", max_new_tokens="1,2")
     assert len(made.cells) == len(set(made.cells)) == 8
-    assert Cell(16, 32, 5, 2) in made.cells
+    assert Cell(AdmissionSpec(16), 32, 5, 2) in made.cells
 
 
 def test_cell_ids_differ() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.records import REQUEST_SCHEMA
-from roseinfer.bench.resimulate import EngineSizes, at_limits, predicted, resimulated
+from roseinfer.bench.resimulate import at_limits, predicted, resimulated
 from roseinfer.bench.sides import Side, differing_rows
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError

@@ -16,8 +16,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from roseinfer.bench import rows as rows_module
-from roseinfer.bench import sim_target
+from roseinfer.bench import row_groups, sim_target
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
 from roseinfer.bench.rows import Attempt, CellResult, request_row
 from roseinfer.bench.sim_rows import SENT_COLUMNS, sent_values
@@ -251,7 +250,8 @@ def test_row_groups_hold_the_same_rows_in_the_order_of_requests(
     source = WorkloadSource(made, None, vocab_size=0, max_model_len=1024)
     target, (cell,) = SimTarget(COST, made), made.cells
     whole = target.run(cell, source.draw(cell, 0))
-    monkeypatch.setattr(rows_module, "ROW_GROUP_ROWS", 16)
+    monkeypatch.setattr(row_groups, "ROW_GROUP_ROWS", 16)
+    monkeypatch.setattr(row_groups, "CHUNK_ROWS", 8)
     folder = RunFolder.create(tmp_path, "sweep", "run", {})
     with folder.cell(cell.cell_id, 0) as writer:
         facts, notes = target.record(cell, source.blocks(cell, 0), writer)

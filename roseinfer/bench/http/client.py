@@ -21,7 +21,7 @@ from random import Random
 from typing import Final, Self
 
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
-from roseinfer.bench.http.connection import Breakage, Connection, Pool, breakage_of
+from roseinfer.bench.http.connection import MOST_READY, Breakage, Connection, Pool, breakage_of
 from roseinfer.bench.http.exchange import (
     Endpoint,
     Failure,
@@ -33,7 +33,8 @@ from roseinfer.bench.http.exchange import (
 from roseinfer.bench.http.incoming import Incoming
 from roseinfer.bench.http.wire import request_bytes, request_head
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
-from roseinfer.bench.rows import unsent_because
+from roseinfer.bench.rows import INTERRUPTED, unsent_because
+from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible
 
 MOST_SENDS: Final = 256
 """Sent in a row before something is read: a client that is late must not go deaf as well."""
@@ -146,7 +147,10 @@ class HttpClient:
         self._stack.close()
 
     def play(self, t0: float | None = None) -> HttpPlayed:
-        """From time zero, a moment from now or `t0` (clock seconds), to the end of the last request."""
+        """From time zero, a moment from now or `t0` (clock seconds), to the end of the last request.
+
+        Or to a signal that interrupts it (see `termination.held`): then it is what there is until then.
+        """
         load = self._load
         self._t0 = clock() + LEAD_S if t0 is None else t0
         started_utc = datetime.now(UTC) + timedelta(seconds=self._t0 - clock())
@@ -155,9 +159,13 @@ class HttpClient:
             self._free_s = sorted(self._t0 + start_s for start_s in starts_s)
             if load.duration_s is not None:
                 self._until_s = self._t0 + load.duration_s
-        with _no_gc():
+        interrupted_s = None
+        with held(), _no_gc():
             began_s, began_cpu_s = clock(), time.thread_time()
-            self._run()
+            try:
+                self._run()
+            except Interruption:
+                interrupted_s = self._give_up_all()
             busy_share = (time.thread_time() - began_cpu_s) / (clock() - began_s)
             for answer in self._waiting:
                 answer.understand()
@@ -171,6 +179,7 @@ class HttpClient:
             busy_share,
             self._refill_lags_s,
             self._ran_out_s,
+            interrupted_s,
         )
 
     def _most_at_once(self) -> int:
@@ -302,8 +311,19 @@ class HttpClient:
 
     def _hear(self) -> None:
         """Waits for something to come, or for something to do, and sees to what came."""
+        patience_s = self._patience_s()
+        with interruptible():
+            ready = self._pool.ready(patience_s)
+        for connection, received_s, data in self._receive(ready):
+            self._see_to(connection, received_s, data)
+            if clock() >= self._wake_s and self._pool.has_idle:
+                self._send_due()
+
+    @staticmethod
+    def _receive(ready: list[Connection]) -> list[tuple[Connection, float, bytes | Breakage | None]]:
+        """Reads all before any of it is understood: what waits unread has no time yet."""
         came: list[tuple[Connection, float, bytes | Breakage | None]] = []
-        for connection in self._pool.ready(self._patience_s()):
+        for connection in ready:
             data: bytes | Breakage | None = None
             if connection.is_open:
                 try:
@@ -311,23 +331,23 @@ class HttpClient:
                 except OSError as error:
                     data = breakage_of(error)
             came.append((connection, clock(), data))
-        for connection, received_s, data in came:
-            exchange = self._tries.get(connection)
-            if exchange is not None and isinstance(data, bytes) and data and not connection.wants_write:
-                self._read(exchange, data, received_s)
-            else:
-                self._take(connection, received_s, data)
-            if clock() >= self._wake_s and self._pool.has_idle:
-                self._send_due()
+        return came
 
-    def _patience_s(self) -> float | None:
+    def _see_to(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
+        exchange = self._tries.get(connection)
+        if exchange is not None and isinstance(data, bytes) and data and not connection.wants_write:
+            self._read(exchange, data, received_s)
+        else:
+            self._take(connection, received_s, data)
+
+    def _patience_s(self) -> float:
         if len(self._ready) < self._n_ahead and (made := [*islice(self._bodies, 1)]):
             self._ready += made
             return 0.0
         moment_s = self._wake_s
         if self._deadlines:
             moment_s = min(moment_s, self._deadlines[0].deadline_s)
-        return None if moment_s == inf else max(0.0, moment_s - clock())
+        return min(max(0.0, moment_s - clock()), LONGEST_WAIT_S)
 
     def _take(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
         if connection.is_closed:
@@ -427,6 +447,21 @@ class HttpClient:
                 overdue = f"no whole answer within --timeout {self._load.timeout_s:g}"
                 # Of one that lacks nothing but the end of its message only the connection is overdue.
                 self._break(connection, self._tries[connection], Breakage(Failure.TIMEOUT, overdue), now)
+
+    def _give_up_all(self) -> float:
+        """What is there by now, unread maybe, is all that there will be. Returns when that was (clock seconds)."""
+        for _ in range(0, len(self._pool.connections), MOST_READY):
+            for connection, received_s, data in self._receive(self._pool.ready(0)):
+                self._see_to(connection, received_s, data)
+        now = clock()
+        for connection, exchange in list(self._tries.items()):
+            self._break(connection, exchange, Breakage(Failure.INTERRUPTED, ""), now)
+        for _, _, offer in self._retries:
+            offer.request.gave_up_s = now
+        for request in self._requests[self._n_sent : self._n_bodies]:
+            request.gave_up_s = now
+            request.unsent_because = INTERRUPTED
+        return now
 
 
 @contextmanager

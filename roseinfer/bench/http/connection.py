@@ -318,8 +318,8 @@ class Pool:
             self._masks[connection.fd] = mask
             self._epoll.modify(connection.fd, mask)
 
-    def ready(self, wait_s: float | None) -> list[Connection]:
-        """Those that can be read or written, after `wait_s` at most; None waits for ever, 0 does not wait."""
+    def ready(self, wait_s: float) -> list[Connection]:
+        """Those that can be read or written, after `wait_s` at most."""
         if wait_s != 0:
             # epoll counts milliseconds. A select of it counts microseconds, so that nobody need spin until a deadline.
             select.select([self._epoll], [], [], wait_s)

@@ -16,7 +16,6 @@ FIRST_DELAY_S: Final = 0.5
 LONGEST_DELAY_S: Final = 8.0
 """The longest delay that can be drawn doubles from the one to the other."""
 
-_BUSY: Final = (429, 503)
 _NO_ANSWER: Final = (Failure.REFUSED, Failure.RESET, Failure.CLOSED)
 _NEVER: Final = ("insufficient_quota", TOKENS_NEVER_FIT)
 
@@ -24,12 +23,13 @@ _NEVER: Final = ("insufficient_quota", TOKENS_NEVER_FIT)
 def is_worth_a_retry(attempt: HttpAttempt) -> bool:
     """A refusal, or a connection that broke before the head of an answer: nothing was begun that a retry would repeat.
 
+    A server may refuse late, after its 200, as long as no text has come.
+
     An exhausted quota is none, nor a request that exceeds the budget of tokens by itself: they come with a 429, and no
     waiting mends them.
     """
-    if attempt.failure is Failure.STATUS:
-        is_final = attempt.error_code in _NEVER or attempt.reject_reason in _NEVER
-        return attempt.status_code in _BUSY and not is_final
+    if attempt.is_busy:
+        return attempt.error_code not in _NEVER and attempt.reject_reason not in _NEVER
     return attempt.failure in _NO_ANSWER and attempt.head_s is None
 
 

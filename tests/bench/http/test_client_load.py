@@ -231,8 +231,8 @@ def test_an_interrupt_leaves_nothing_open() -> None:
     # Which a shell that puts us into the background ignores.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ScriptedServer(script) as server, pytest.raises(KeyboardInterrupt):
-            played(server.endpoint(), [0.0] * 4)
+        with ScriptedServer(script) as server:
+            assert played(server.endpoint(), [0.0] * 4).interrupted_s is not None
     finally:
         signal.signal(signal.SIGINT, before)
     assert threading.active_count() == threads

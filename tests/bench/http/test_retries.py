@@ -78,7 +78,15 @@ def test_it_gives_up_after_the_last_try() -> None:
         (HttpAttempt(failure=Failure.RESET), True),
         (HttpAttempt(failure=Failure.RESET, head_s=1.0, status_code=200), False),  # an answer had begun
         (HttpAttempt(failure=Failure.STREAM_ERROR, head_s=1.0, status_code=200), False),
+        (HttpAttempt(failure=Failure.STREAM_ERROR, head_s=1.0, error_code="503"), True),  # a late refusal
+        (HttpAttempt(failure=Failure.STREAM_ERROR, head_s=1.0, error_code="429"), True),
+        (HttpAttempt(failure=Failure.STREAM_ERROR, head_s=1.0, error_code="500"), False),
+        (
+            HttpAttempt(failure=Failure.STREAM_ERROR, head_s=1.0, error_code="503", deliveries=[(1.0, None)]),
+            False,
+        ),
         (HttpAttempt(failure=Failure.TIMEOUT), False),
+        (HttpAttempt(failure=Failure.INTERRUPTED), False),
         (HttpAttempt(failure=Failure.CLIENT_LIMIT), False),  # case K3: of no server's making
         (HttpAttempt(failure=Failure.OTHER), False),
     ],

@@ -56,7 +56,6 @@ def test_what_a_server_cannot_be_told_is_refused(flags: dict[str, Any], name: st
         {"api_key_env": "HOME"},
         {"tokenizer": "builtin"},
         {"target_cmd": "serve"},
-        {"retry": "immediate"},
         {"client_workers": 2},
     ],
 )
@@ -111,7 +110,7 @@ def test_configuration_names_no_place_no_host_and_no_key() -> None:
 
 
 def test_other_targets_keep_their_configuration() -> None:
-    assert not experiment().configuration().keys() & {"api", "retry", "target-cmd", "client-workers"}
+    assert not experiment().configuration().keys() & {"api", "target-cmd", "client-workers"}
 
 
 def test_cells_share_a_server_where_its_command_is_the_same() -> None:

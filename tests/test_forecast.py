@@ -1,0 +1,281 @@
+"""The forecast of a newcomer's TTFT: by hand, against the simulator, and what holds for every history."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roseinfer.backlog import Backlog
+from roseinfer.forecast import LARGEST_CORRECTION, OBSERVED, Forecast, Work
+from roseinfer.request import Request
+from roseinfer.sim.cost_model import BetweenStepsCost, CostModel, StepCost
+from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
+
+SECOND_A_STEP = StepCost(1.0, 0.0, 0.0, 0.0, 0.0)
+EVERYTHING_COSTS = StepCost(1.0, 0.01, 1e-5, 0.1, 1e-4)
+CPU = CostModel("cpu", StepCost(0.06, 1.6e-3, 0.0, 2.9e-3, 2e-5), BetweenStepsCost(3e-4))
+GPU = CostModel("gpu", StepCost(0.03, 6e-5, 1e-8, 1.3e-4, 3.5e-7), BetweenStepsCost(1e-4, 1e-6))
+
+
+def forecast_of(step: StepCost, seats: int = 2, max_num_batched_tokens: int = 10) -> Forecast:
+    return Forecast(step, BetweenStepsCost(), seats, max_num_batched_tokens)
+
+
+def sums(backlog: Backlog) -> dict[str, float]:
+    """All that it counts of what is in flight."""
+    counted = {name: value for name, value in vars(backlog).items() if not name.startswith("_")}
+    del counted["came_tokens"], counted["inflow_tokens"]
+    return counted
+
+
+# ---- by hand ----
+
+
+@pytest.mark.parametrize(("prompt_tokens", "steps"), [(1, 1), (10, 1), (11, 2), (30, 3)])
+def test_alone_a_prompt_takes_as_many_steps_as_chunks(prompt_tokens: int, steps: int) -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    assert forecast.prefill_s(prompt_tokens) == forecast.ttft_s(prompt_tokens) == steps
+
+
+def test_alone_a_prompt_takes_what_the_cost_model_says() -> None:
+    forecast = Forecast(GPU.step, GPU.between_steps, 8, 512)
+    run = simulate([Arrival(0.0, 1200, 1)], SimLimits(), GPU.costs(0, as_text=False))
+    assert isinstance(run.sent[0].fate, Request)
+    assert forecast.prefill_s(1200) == pytest.approx(run.sent[0].fate.first_token_s)
+
+
+def test_short_prompts_share_steps() -> None:
+    forecast = forecast_of(SECOND_A_STEP, seats=9)
+    predicted_s = []
+    for _ in range(8):
+        predicted_s.append(forecast.ttft_s(3))
+        forecast.enter(3, 1)
+    assert predicted_s == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_a_newcomer_waits_for_half_of_the_step_that_runs() -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    forecast.start(forecast.enter(5, 4))
+    assert forecast.ttft_s(5) == 1.5
+
+
+def test_while_seats_are_free_only_prefill_counts_and_what_rides_on_its_steps() -> None:
+    forecast = forecast_of(StepCost(0.0, 1.0, 0.0, 0.5, 0.0), seats=4)
+    work = forecast.enter(5, 4)
+    forecast.start(work)
+    forecast.advance(work, 5)
+    # Half of its first decode, then a step of the newcomer's 6 tokens and its second decode.
+    forecast.backlog.inflow_tokens = forecast.backlog.came_tokens = 0
+    assert forecast.ttft_s(6) == pytest.approx(0.25 + 6 + 0.5)
+
+
+def test_where_seats_are_full_decodes_have_to_end_first() -> None:
+    forecast = forecast_of(SECOND_A_STEP, seats=1)
+    work = forecast.enter(5, 4)
+    forecast.start(work)
+    assert forecast.ttft_s(5) == 0.5 + 3 + 1
+    forecast.advance(work, 5)
+    assert forecast.ttft_s(5) == 0.5 + 2 + 1
+    forecast.advance(work, 1)
+    forecast.enter(5, 4)
+    assert forecast.ttft_s(5) == 0.5 + 1 + 4 + 1
+
+
+def test_a_text_counts_with_its_bound_until_its_tokens_are_known() -> None:
+    forecast = forecast_of(SECOND_A_STEP, seats=9)
+    work = forecast.enter(40, 1)
+    assert forecast.ttft_s(5) == 5
+    forecast.revise(work, 5)
+    assert forecast.ttft_s(5) == 1
+    forecast.leave(work)
+    forecast.revise(work, 99)
+    assert forecast.ttft_s(5) == 1
+
+
+def test_what_is_left_of_one_request() -> None:
+    forecast = forecast_of(EVERYTHING_COSTS)
+    work = forecast.enter(4, 3)
+    # Its tokens attend to 1 + 2 + 3 + 4, its two decodes to 5 + 6.
+    assert work.prefill_left_s == pytest.approx(0.04 + 10e-5)
+    assert work.decode_left_s == pytest.approx(0.2 + 11e-4)
+    forecast.start(work)
+    forecast.advance(work, 3)
+    assert work.prefill_left_s == pytest.approx(0.01 + 4e-5)
+    forecast.advance(work, 1)
+    forecast.advance(work, 1)
+    assert (work.prefill_left_s, work.decode_left_s) == (0.0, pytest.approx(0.1 + 6e-4))
+
+
+# ---- against the simulator ----
+
+
+def predictions(run: SimRun, forecast: Forecast) -> list[tuple[float, float]]:
+    """Predicted and actual TTFT of every request, had the forecast been told of the run as it happened."""
+    events: list[tuple[float, int, int]] = [(sent.sent_s, 0, sent.index) for sent in run.sent]
+    for number, step in enumerate(run.steps):
+        events += [(step.result.exec_end_s, 1, number), (step.plan_start_s, 2, number)]
+    works: dict[int, Work] = {}
+    found = []
+    for now, kind, index in sorted(events):
+        if kind == 0:
+            sent = run.sent[index]
+            request = sent.fate
+            assert isinstance(request, Request)
+            assert request.first_token_s is not None
+            found.append((forecast.ttft_s(sent.prompt_tokens), request.first_token_s - now))
+            works[index] = forecast.enter(sent.prompt_tokens, request.params.max_new_tokens)
+            continue
+        for request, start, n_tokens, _ in run.steps[index].plan.spans:
+            work = works[request.request_id]
+            if kind == 1:
+                forecast.advance(work, n_tokens)
+                if request.finished_s == now:
+                    forecast.leave(work)
+            elif start == 0:
+                forecast.start(work)
+    return found
+
+
+def errors(model: CostModel, seats: int, arrivals: list[Arrival]) -> list[float]:
+    """predicted / actual - 1 of every request, in ascending order."""
+    run = simulate(arrivals, SimLimits(max_batch_size=seats), model.costs(0, as_text=False))
+    forecast = Forecast(model.step, model.between_steps, seats, 512)
+    found = sorted(predicted_s / actual_s - 1 for predicted_s, actual_s in predictions(run, forecast))
+    assert not any(sums(forecast.backlog).values())
+    return found
+
+
+def middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def mixed(n: int, gap_s: float) -> list[Arrival]:
+    rng, now, arrivals = random.Random(1), 0.0, []
+    for _ in range(n):
+        arrivals.append(Arrival(now, rng.randint(64, 512), rng.randint(4, 32)))
+        now += rng.expovariate(1 / gap_s) if gap_s else 0.0
+    return arrivals
+
+
+MODELS = pytest.mark.parametrize("model", [CPU, GPU], ids=["cpu", "gpu"])
+SEATS = pytest.mark.parametrize("seats", [8, 32])
+
+
+@MODELS
+@SEATS
+@pytest.mark.parametrize(("size", "bound"), [(16, 0.13), (64, 0.05), (256, 0.04)])
+def test_of_a_burst_of_mixed_requests(model: CostModel, seats: int, size: int, bound: float) -> None:
+    found = errors(model, seats, mixed(size, 0.0))
+    assert middle([abs(error) for error in found]) < bound
+    assert abs(middle(found)) < bound
+
+
+@MODELS
+@SEATS
+@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(64, 4), (64, 32), (512, 4), (512, 32)])
+def test_of_a_burst_of_equal_requests(
+    model: CostModel, seats: int, prompt_tokens: int, new_tokens: int
+) -> None:
+    found = errors(model, seats, [Arrival(0.0, prompt_tokens, new_tokens)] * 256)
+    assert middle([abs(error) for error in found]) < 0.06
+    assert abs(middle(found)) < 0.04
+
+
+@MODELS
+@pytest.mark.parametrize(("load", "bound"), [(0.5, 0.2), (1.0, 0.15), (2.0, 0.03)])
+def test_of_requests_that_come_at_random(model: CostModel, load: float, bound: float) -> None:
+    burst = simulate(mixed(128, 0.0), SimLimits(), model.costs(0, as_text=False))
+    gap_s = burst.steps[-1].published_s / 128
+    found = errors(model, 8, mixed(400, gap_s / load))
+    assert middle([abs(error) for error in found]) < bound
+    assert abs(middle(found)) < 0.05
+
+
+# ---- corrections ----
+
+
+def test_a_machine_that_is_twice_as_slow_is_found_out() -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    for _ in range(40 * OBSERVED):
+        forecast.observe(forecast.ttft_s(5), 2.0)
+    assert forecast.correction == pytest.approx(2.0, rel=0.01)
+    assert forecast.prefill_s(5) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_few_outliers_correct_nothing() -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    for at in range(10 * OBSERVED):
+        forecast.observe(1.0, 50.0 if at % 3 == 0 else 1.0)
+    assert forecast.correction == 1.0
+
+
+def test_a_deep_queue_does_not_correct_many_times_what_was_wrong_once() -> None:
+    forecast = forecast_of(SECOND_A_STEP, seats=300)
+    works = [forecast.enter(5, 1) for _ in range(256)]
+    for work in works:
+        forecast.start(work)
+        forecast.advance(work, 5)
+        forecast.observe(1.0, 2.0)
+        forecast.leave(work)
+    assert 1.0 < forecast.correction < 1.25
+
+
+@given(st.lists(st.tuples(st.floats(-1.0, 1e9), st.floats(-1.0, 1e9)), max_size=400))
+def test_corrections_are_bounded(observed: list[tuple[float, float]]) -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    for predicted_s, actual_s in observed * 5:
+        forecast.observe(predicted_s, actual_s)
+        assert 1 / LARGEST_CORRECTION <= forecast.correction <= LARGEST_CORRECTION
+
+
+# ---- any history ----
+
+calls = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.integers(1, 40)), max_size=150)
+
+
+@given(calls)
+def test_sums_are_those_of_the_requests_and_come_back_to_0(history: list[tuple[int, int, int]]) -> None:
+    forecast = forecast_of(EVERYTHING_COSTS, seats=4, max_num_batched_tokens=16)
+    works: list[Work] = []
+    for call, which, number in history:
+        if call == 0 or not works:
+            works.append(forecast.enter(number, 1 + which))
+            continue
+        work = works[which % len(works)]
+        if call == 1:
+            forecast.revise(work, number)
+        elif call == 2:
+            forecast.start(work)
+        elif call in {3, 4}:
+            forecast.advance(work, number)
+        else:
+            forecast.leave(work)
+        inflight = [one for one in works if not one.has_left]
+        backlog = forecast.backlog
+        assert backlog.prefill_tokens == sum(one.prefill_tokens for one in inflight)
+        assert backlog.pairs == sum(one.pairs for one in inflight)
+        assert backlog.decodes == sum(one.decodes for one in inflight)
+        assert backlog.context_tokens == sum(one.context_tokens for one in inflight)
+        assert backlog.running == sum(one.is_started for one in inflight)
+        assert backlog.half_tokens == sum(one.prefill_tokens for one in inflight if one.is_started)
+        assert min(sums(backlog).values()) >= 0
+        for prompt_tokens in (1, 15, 200):
+            assert forecast.prefill_s(prompt_tokens) <= forecast.ttft_s(prompt_tokens) * (1 + 1e-9) < 1e9
+    for work in works:
+        forecast.leave(work)
+        forecast.leave(work)
+    assert not any(sums(forecast.backlog).values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 600), st.integers(1, 40)), min_size=2, max_size=60))
+def test_whoever_comes_behind_more_whole_steps_of_work_waits_longer(lengths: list[tuple[int, int]]) -> None:
+    forecast = Forecast(CPU.step, CPU.between_steps, 1, 512)
+    predicted_s = []
+    for prompt_tokens, new_tokens in lengths:
+        predicted_s.append(forecast.ttft_s(512))
+        forecast.enter(prompt_tokens, new_tokens + 2)
+    assert all(sooner_s < later_s for sooner_s, later_s in pairwise(predicted_s))
