@@ -90,7 +90,7 @@ def draw(seed: int, folder: Path) -> Drawn:
     file.write_text(json.dumps(model), encoding="utf-8")
 
     prompt, output = int(2 ** rng.uniform(4, 9)), int(2 ** rng.uniform(0, 5))
-    flags: dict[str, Any] = {"target": "sim", "cost_model": file}
+    flags: dict[str, Any] = {"target": "sim", "cost_model": file, "no_token_times": True}
     flags |= {"prompt_len": str(prompt), "max_new_tokens": str(output)}
     flags["prompt_len_dist"] = str(rng.choice(["fixed", "uniform:0.5", "lognormal:0.6"]))
     flags["output_len_dist"] = str(rng.choice(["fixed", "uniform:0.5"]))
@@ -116,10 +116,10 @@ def draw(seed: int, folder: Path) -> Drawn:
     return Drawn(", ".join(words), flags, slo)
 
 
-def outcome(drawn: Drawn, seed: int, repeats: int = 8) -> Outcome:
-    """Sweeps twice: with `seed`, and all limits with another seed."""
+def outcome(drawn: Drawn, seed: int, repeats: int = 8, fine: Sequence[int | None] = FINE) -> Outcome:
+    """Sweeps twice: with `seed`, and all limits of `fine` with another seed."""
     coarse = _swept(drawn, COARSE, seed=seed, repeats=repeats)
-    exhaustive = _swept(drawn, FINE, seed=seed + 1, repeats=repeats)
+    exhaustive = _swept(drawn, fine, seed=seed + 1, repeats=repeats)
     own = [
         one for one in exhaustive.evidence if coarse.chosen is not None and one.limit == coarse.chosen.limit
     ]

@@ -7,7 +7,7 @@ It is 1 without load, whatever the prompt; it holds no decode, so output lengths
 A window is SAMPLES of them, judged by their median, which a few requests behind a long prompt do not move:
 
     Aimd      above tolerance: L = int(0.9 L), else L + 1.  Fixed point: none, it saws between 0.9 and 1 of the
-              largest limit that keeps the slowdown within tolerance.
+              largest limit that keeps the slowdown within tolerance, the lower the noisier.
     Gradient  g = clamp(tolerance / slowdown, 0.5, 1); L moves by 0.2 (L g - L) above tolerance, by 0.2 sqrt(L) within.
               Fixed point: the limit at which the slowdown equals the tolerance; held above, it falls to its floor.
 
@@ -65,7 +65,7 @@ class _AdaptiveLimit(ABC):
         self._peak_inflight = 0
 
     def sample(self, slowdown: float, epoch: int, inflight: int) -> None:
-        """Of one request that has its first token: its slowdown, the epoch that it got in in, and what is in flight.
+        """Of one request that has its seat: its slowdown, the epoch in which it got in, and what is in flight.
 
         One that was dropped because it waited too long counts with infinity.
         """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from roseinfer.errors import InputError
+from roseinfer.errors import QUEUE_TIMEOUT, InputError
 
 NO_LIMIT: Final = "none"
 _LARGEST: Final = 2**31 - 1
@@ -76,6 +76,18 @@ class AdmissionSpec(NamedTuple):
     def reads_cost_model(self) -> bool:
         """It is better with a cost model, or not possible without."""
         return self.needs_cost_model or self.queue_timeout_s is not None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Of the refusals that its parts beside the bounds on requests and tokens give."""
+        of_parts = {
+            "slo": self.slo_ttft_s,
+            QUEUE_TIMEOUT: self.queue_timeout_s,
+            "codel": self.codel,
+            "evicted": self.priority_age_s,
+        }
+        adaptive = () if self.adaptive is None else (self.adaptive.kind,)
+        return (*adaptive, *(reason for reason, part in of_parts.items() if part is not None))
 
     @property
     def label(self) -> str:

@@ -40,6 +40,7 @@ class Core:
         self.admission = admission
         self.scheduler = Scheduler(limits, kv_cache, admission, policy, self._drop)
         self._dropped: list[TokenEvent] = []
+        self._evicted_early: list[Request] = []  # before they came here
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.unread_timeout_s = unread_timeout_s
@@ -70,6 +71,8 @@ class Core:
         request.ticket.request_id = request.request_id
         self._live[request.request_id] = request
         self.scheduler.add(request)
+        if request.ticket.is_evicted:
+            self._evicted_early.append(request)
         return []
 
     def tokenized(self, request_id: int, prompt_ids: Sequence[int], now: float) -> list[TokenEvent]:
@@ -93,9 +96,12 @@ class Core:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to do. `take_dropped` says who was dropped meanwhile."""
         for ticket in self.admission.take_evicted():
-            # One that the core does not know yet is found when it would be taken up.
-            request = None if ticket.request_id is None else self._live.get(ticket.request_id)
-            if request is not None:
+            known = None if ticket.request_id is None else self._live.get(ticket.request_id)
+            if known is not None:
+                self.scheduler.drop_evicted(known, now)
+        while self._evicted_early:
+            request = self._evicted_early.pop()
+            if request.request_id in self._live:
                 self.scheduler.drop_evicted(request, now)
         plan = self.scheduler.plan(now)
         if plan is None and not self.scheduler.running and self.scheduler.has_ready:
@@ -201,13 +207,14 @@ class Core:
         counts, limit, budget = self.admission.counts(), self.admission.limit, self.admission.token_limit
         if counts.reserved != counts.inflight + counts.released or counts.backlog_tokens < 0:
             raise InvariantError(f"admission contradicts itself: {counts}")
-        held_tokens = sum(request.ticket.held_tokens for request in self._live.values())
+        holders = [request for request in self._live.values() if not request.ticket.is_evicted]
+        held_tokens = sum(request.ticket.held_tokens for request in holders)
         if held_tokens > counts.held_tokens or (budget is not None and counts.held_tokens > budget):
             raise InvariantError(
                 f"live requests hold {held_tokens} tokens, {counts.held_tokens} are held, budget {budget}"
             )
         unread = sum(request.ticket.state is not RELEASED for request in self._unread)
-        if len(self._live) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
+        if len(holders) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
             raise InvariantError(
                 f"{len(self._live)} live, {unread} unread, {counts.inflight} in flight, limit {limit}"
             )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Forecast", "Work"]
 
 OBSERVED: Final = 16
-"""Predictions that a correction is judged by, at their median."""
+"""Steps that a correction is judged by, at their median."""
 
 GAIN: Final = 0.25
 """The part of what they were off by, in logarithms, that is corrected at a time."""
@@ -54,8 +54,8 @@ class Forecast:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.backlog = Backlog(step)
         self.correction = 1.0
+        self._constant_s = step.constant_s + between.constant_s
         self._ratios: list[float] = []
-        self._to_skip = 0
 
     def enter(self, prompt_tokens: int, new_tokens: int) -> Work:
         """A slot was reserved, for at most so many prompt tokens and for `new_tokens`, 1 or more."""
@@ -87,23 +87,17 @@ class Forecast:
         return self.correction * ttft_s
 
     def observe(self, predicted_s: float, actual_s: float) -> None:
-        """A request has its first token: what `ttft_s` said when it came, and what it took, both in seconds.
+        """What a step was predicted to take by the correction of now, and what it took, both in seconds.
 
-        What was predicted before the correction changed is skipped, else a deep queue would correct many times what
-        was wrong once. Requests get their first tokens in the order in which they came.
+        Of steps, not of whole TTFTs: these were predicted by the correction of long ago, and a deep queue would correct
+        many times what was wrong once.
         """
-        if self._to_skip:
-            self._to_skip -= 1
-        elif predicted_s > 0.0 and actual_s > 0.0:
+        if predicted_s > 0.0 and actual_s > 0.0:
             self._ratios.append(actual_s / predicted_s)
             if len(self._ratios) == OBSERVED:
                 changed = self.correction * median(self._ratios) ** GAIN
                 self.correction = min(max(changed, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
                 self._ratios.clear()
-                self._to_skip = self.backlog.prefilling
-
-    def _constant_s(self) -> float:
-        return self.step.constant_s + self.between.constant_s
 
     def _own_s(self, prompt_tokens: int, steps: int) -> float:
         """Seconds that a prefill in so many chunks adds to their steps. Its token is there before the last one ends."""
@@ -113,7 +107,7 @@ class Forecast:
 
     def _alone_s(self, prompt_tokens: int) -> float:
         steps = -(-prompt_tokens // self.max_num_batched_tokens)
-        return steps * self._constant_s() + self._own_s(prompt_tokens, steps)
+        return steps * self._constant_s + self._own_s(prompt_tokens, steps)
 
     def _queued_s(self, prompt_tokens: int) -> float:
         """TTFT behind what is in flight, without correction."""
@@ -126,7 +120,7 @@ class Forecast:
         token_s = prefill_s / max(log.prefill_tokens, 1)
 
         running_tokens = min(log.half_tokens, budget)  # prefilled in the step that runs
-        running_s = self._constant_s() + token_s * running_tokens + decode_s * riders if log.running else 0.0
+        running_s = self._constant_s + token_s * running_tokens + decode_s * riders if log.running else 0.0
         tokens = log.prefill_tokens - running_tokens + prompt_tokens
         decodes = log.decodes - riders  # left when it is over
         own_steps = -(-prompt_tokens // budget)
@@ -149,7 +143,7 @@ class Forecast:
             decoded = max(0.0, decodes - max(0.0, left))
         return (
             running_s / 2
-            + steps * self._constant_s()
+            + steps * self._constant_s
             + (prefill_s - token_s * running_tokens)
             + self._own_s(prompt_tokens, own_steps)
             + token_s * shared_tokens

@@ -95,9 +95,9 @@ class SchedulerManager:
             else max_num_batched_tokens,
         )
         self.limits.check()
-        self.admission, policy = policies_of(
-            admission_of(max_inflight_requests, admission), scheduling, self.limits, cost_model
-        )
+        self.spec = admission_of(max_inflight_requests, admission)
+        """Which requests get in."""
+        self.admission, policy = policies_of(self.spec, scheduling, self.limits, cost_model)
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from roseinfer.admission import Admission, TicketState
+from roseinfer.admission import TicketState
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
+from roseinfer.sim.cost_model import CostModel
 
 EOS = 0
 """The scripted engines' end of sequence, chr(0); it has no text."""
@@ -120,12 +123,18 @@ class CoreDriver:
         kv_tokens: int = 1 << 14,
         max_model_len: int = 4096,
         unread_timeout_s: float = 60.0,
+        policy: str | None = None,
+        scheduling: str = "fcfs",
+        cost_model: CostModel | None = None,
     ) -> None:
         self.now = 0.0
+        limits = SchedulerLimits(batch, active, budget)
+        admission, queue_policy = policies_of(admission_of(limit, policy), scheduling, limits, cost_model)
         self.core = Core(
-            limits=SchedulerLimits(batch, active, budget),
+            limits=limits,
             kv_cache=KVCache(blocks_for(kv_tokens)),
-            admission=Admission(limit),
+            admission=admission,
+            policy=queue_policy,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             unread_timeout_s=unread_timeout_s,
@@ -134,13 +143,26 @@ class CoreDriver:
         self.events: list[TokenEvent] = []
 
     def add(
-        self, prompt_tokens: int = 4, max_new_tokens: int = 4, *, text: bool = False, ignore_eos: bool = False
+        self,
+        prompt_tokens: int = 4,
+        max_new_tokens: int = 4,
+        *,
+        text: bool = False,
+        ignore_eos: bool = False,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> Request:
         """Reserves and submits; a text is not tokenised yet."""
         params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos)
-        ticket = self.core.admission.reserve(self.now, prompt_tokens + max_new_tokens)
+        ticket = self.core.admission.reserve(
+            self.now,
+            prompt_tokens + max_new_tokens,
+            prompt_tokens=prompt_tokens,
+            is_bound=text,
+            priority=priority,
+        )
         ids = None if text else range(prompt_tokens)
-        request = Request(len(self.requests), params, ticket, 0, ids, self.now)
+        request = Request(len(self.requests), params, ticket, 0, ids, self.now, priority, deadline_s)
         self.requests.append(request)
         self.took(self.core.submit(request))
         return request
@@ -153,7 +175,7 @@ class CoreDriver:
 
     def plan(self) -> StepPlan | None:
         plan = self.core.plan(self.now)
-        self.core.check()
+        self.took(self.core.take_dropped())
         return plan
 
     def commit(self, plan: StepPlan, token: Callable[[Span], int] = lambda span: 1) -> list[TokenEvent]:
@@ -177,7 +199,8 @@ class CoreDriver:
     def took(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         self.core.check()
         unread = [r for r in self.core._unread if r.ticket.state is not TicketState.RELEASED]
-        assert self.core.admission.inflight == len(self.core) + len(unread)  # beside threads it may be more
+        live = [r for r in self.core._live.values() if not r.ticket.is_evicted]
+        assert self.core.admission.inflight == len(live) + len(unread)  # beside threads it may be more
         self.events.extend(events)
         return list(events)
 

@@ -110,7 +110,8 @@ def _bursts(requests: pd.DataFrame) -> _Bursts:
         requests[f"{stage}_s"].to_numpy(dtype=np.float64)
         for stage in ("scheduled", "sent", "reserved", "admitted", "rejected", "released")
     )
-    asked_s = np.fmax(reserved_s, rejected_s)
+    is_refused = np.isnan(reserved_s)  # not what was dropped later, from the queue
+    asked_s = np.where(is_refused, rejected_s, reserved_s)
     # The stamp of a reservation lies before it, what came of it after: a release between the two may have come first.
     answered_s = np.fmax(asked_s, admitted_s)
     members = _are_at_once(requests) & ~np.isnan(asked_s)
@@ -123,7 +124,7 @@ def _bursts(requests: pd.DataFrame) -> _Bursts:
     asked_before = np.searchsorted(asks, start_s, "left")
     return _Bursts(
         asked,
-        rejects=np.bincount(which[~np.isnan(rejected_s[members])], minlength=due_s.size),
+        rejects=np.bincount(which[is_refused[members]], minlength=due_s.size),
         inflight_before=np.searchsorted(taken, start_s, "left") - freed_before,
         freed_during=np.searchsorted(freed, end_s, "right") - freed_before,
         strangers=np.searchsorted(asks, end_s, "right") - asked_before - asked,

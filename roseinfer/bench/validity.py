@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing
 from roseinfer.bench.records import Outcome
@@ -109,10 +110,15 @@ def check_cell(
         # By the law of an idle engine whose slots are on record, and are all that is limited.
         *(
             check_burst_law(requests, facts.limit)
-            if facts.inflight_at_start == 0 and facts.token_limit is None
+            if facts.inflight_at_start == 0 and facts.token_limit is None and _counts_alone(requests)
             else []
         ),
     ]
+
+
+def _counts_alone(requests: pd.DataFrame) -> bool:
+    admission = requests["admission"].iloc[0]
+    return pd.isna(admission) or parse_admission(admission).is_count_alone
 
 
 def _rows(requests: pd.DataFrame, facts: CellFacts) -> list[str]:

@@ -18,6 +18,9 @@ from roseinfer.request import SamplingParams
 DEFAULT_COMPLETION_TOKENS: Final = 16  # the API's own
 DEFAULT_CHAT_TOKENS: Final = 256  # the API's is all that fits, but KV cache is reserved for it beforehand
 
+LOWEST_PRIORITY: Final = 255
+"""Each class that was ever asked for is a lane of its own in the queue."""
+
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
@@ -84,6 +87,7 @@ class Wanted(NamedTuple):
     params: SamplingParams
     stream: bool
     include_usage: bool
+    priority: int = 0
 
 
 class _Strict(BaseModel):
@@ -114,6 +118,7 @@ class Sampling(_Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=0, le=LOWEST_PRIORITY, description="0 is the highest.")] | None = None
     stream: bool | None = None
 
     def params(
@@ -178,7 +183,8 @@ class CompletionBody(OpenAISampling):
             prompt = prompt[0]
         tokens = self.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
         params = self.params(tokens, "max_tokens", 1.0, limits)
-        return Wanted(_checked(prompt, "prompt", limits), params, bool(self.stream), self.include_usage)
+        checked = _checked(prompt, "prompt", limits)
+        return Wanted(checked, params, bool(self.stream), self.include_usage, self.priority or 0)
 
 
 class TextPart(BaseModel):
@@ -222,7 +228,8 @@ class ChatBody(OpenAISampling):
         asked = self.max_tokens or self.max_completion_tokens
         tokens = asked or min(DEFAULT_CHAT_TOKENS, limits.output_tokens)
         params = self.params(tokens, name, 1.0, limits)
-        return Wanted(_checked(prompt, "messages", limits), params, bool(self.stream), self.include_usage)
+        checked = _checked(prompt, "messages", limits)
+        return Wanted(checked, params, bool(self.stream), self.include_usage, self.priority or 0)
 
 
 class GenerateBody(Sampling):
@@ -236,7 +243,8 @@ class GenerateBody(Sampling):
         self.refuse_unserved()
         tokens = self.max_new_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
         params = self.params(tokens, "max_new_tokens", 0.0, limits)
-        return Wanted(_checked(self.prompt, "prompt", limits), params, bool(self.stream), True)
+        checked = _checked(self.prompt, "prompt", limits)
+        return Wanted(checked, params, bool(self.stream), True, self.priority or 0)
 
 
 def _checked(prompt: str | Sequence[int], name: str, limits: BodyLimits) -> str | Sequence[int]:

@@ -161,9 +161,9 @@ class Generations:
         self._live: dict[int, Generation] = {}
         self._reading = self.loop.create_task(self._read())
 
-    def open(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
+    def open(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises. Whoever gets a Generation closes it."""
-        stream = self._manager.submit(prompt, params, mailbox=self._mailbox)
+        stream = self._manager.submit(prompt, params, mailbox=self._mailbox, priority=priority)
         generation = Generation(stream, params.stop, self._manager.new_decoder, self._live.pop)
         self._live[stream.request_id] = generation
         return generation

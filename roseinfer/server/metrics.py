@@ -36,7 +36,8 @@ class Metrics:
             "roseinfer_tokens_in_flight", "Prompt + most new tokens of all in flight", registry=registry
         ).set_function(lambda: manager.counts().held_tokens)
         self._refusals = Counter("roseinfer_refusals", "Requests refused", ["reason"], registry=registry)
-        for reason in ("max_inflight", "tokens", TOKENS_NEVER_FIT, "draining", "engine_dead"):
+        always = ("max_inflight", "tokens", TOKENS_NEVER_FIT, "draining", "engine_dead")
+        for reason in (*always, *manager.spec.reasons):
             self._refusals.labels(reason)  # a rate needs its zero
         self._ends = Counter("roseinfer_requests", "Requests ended", ["finish_reason"], registry=registry)
         self._tokens = Counter(

@@ -71,7 +71,8 @@ class GenerationResponse(Response):
         if service.log_requests:
             _log.info("prompt %r, %r", self._wanted.prompt, self._wanted.params)
         try:
-            generation = service.accept(self._wanted.prompt, self._wanted.params)
+            wanted = self._wanted
+            generation = service.accept(wanted.prompt, wanted.params, wanted.priority)
         except RoseinferError as error:
             refusal = service.refusal_of(error)
             service.metrics.refused(refusal.reason)

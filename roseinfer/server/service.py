@@ -59,7 +59,9 @@ class Service:
         """Requests are taken, as far as there are slots."""
         return self.is_alive and not self.draining
 
-    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
+    def accept(
+        self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> Generation:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")
@@ -68,7 +70,7 @@ class Service:
             raise PromptTooLongError(len(prompt), params.max_new_tokens, "context", self.max_model_len)
         if self._generations is None or self._generations.loop is not asyncio.get_running_loop():
             self._generations = Generations(self.manager, self.metrics.token_gap)
-        return self._generations.open(prompt, params)
+        return self._generations.open(prompt, params, priority)
 
     def refusal_of(self, error: Exception) -> Refusal:
         """What to tell the client."""

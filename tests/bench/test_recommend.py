@@ -350,5 +350,6 @@ def test_a_coarse_sweep_recommends_what_an_exhaustive_one_does_within_a_step(
     seed: int, tmp_path: Path
 ) -> None:
     drawn = recommendation_quality.draw(seed, tmp_path)
+    every_third = recommendation_quality.FINE[::3]
 
-    assert recommendation_quality.outcome(drawn, seed, repeats=2).is_within_a_step
+    assert recommendation_quality.outcome(drawn, seed, repeats=2, fine=every_third).is_within_a_step

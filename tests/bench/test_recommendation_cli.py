@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roseinfer.bench import session
-from roseinfer.bench.cli import main
 from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
-from tests.bench.asking import Answer, Ask
+from tests.bench.asking import Answer, Ask, ask_in
 
 COST_MODEL = str(Path(__file__).parents[2] / "experiments" / "gpt2_cpu.cost.json")
 SIM = ("--target", "sim", "--cost-model", COST_MODEL, "--quiet")
@@ -44,9 +42,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
-        patch.setattr(sys, "argv", ["roseinfer-bench", "capacity", *SIM, *PROBE, "-o", str(folder), *GOAL])
-        with pytest.raises(SystemExit):
-            main()
+        ask_in(folder, "capacity", *SIM, *PROBE, "-o", str(folder), *GOAL)
     return folder
 
 
@@ -237,18 +233,19 @@ def test_a_failure_tells_what_is_known_and_ends_with_1(ask: Ask, monkeypatch: py
 # --- recommend
 
 
-SWEEP = "--burst-size 64 --max-inflight 0,8,16,48 --repeats 3 --run-id run -o out"
+SWEEP = "--burst-size 64 --max-inflight 0,8,16,48 --repeats 3 --run-id run -o out --slo p95_ttft:700"
 
 
-@pytest.fixture
-def swept(ask: Ask) -> Ask:
-    """With a sweep in out/sweep/run."""
-    assert ask("sweep", *SIM, *SWEEP.split()).code == 0
-    return ask
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a sweep."""
+    folder = tmp_path_factory.mktemp("swept")
+    assert ask_in(folder, "sweep", *SIM, *SWEEP.split()).code == 0
+    return str(folder / "out" / "sweep" / "run")
 
 
-def test_the_limit_the_evidence_the_price_and_how_sure(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700")
+def test_the_limit_the_evidence_the_price_and_how_sure(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700")
     assert answer.code == 0
     lines = answer.out.splitlines()
     columns = "limit p95 ttft ms interval n refused served in goal wasted work how"
@@ -263,16 +260,16 @@ def test_the_limit_the_evidence_the_price_and_how_sure(swept: Ask) -> None:
     assert lines[-1].endswith("they cover less than that, under 10 repeats far less")
 
 
-def test_recommend_as_json(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700", "--json")
+def test_recommend_as_json(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700", "--json")
     (only,) = found(answer)["recommendations"]
     assert only["max_inflight"] == 16
     assert only["runner_up"] == "8"
     assert [one["limit"] for one in only["evidence"]] == ["8", "16", "48", "no limit"]
 
 
-def test_limits_between_are_predicted_and_said_to_be(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700", "--cost-model", COST_MODEL)
+def test_limits_between_are_predicted_and_said_to_be(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700", "--cost-model", COST_MODEL)
     assert answer.code == 0
     predicted = [line.split()[0] for line in answer.out.splitlines() if line.endswith("predicted")]
     assert predicted[:4] == ["10", "11", "13", "21"]
@@ -282,13 +279,20 @@ def test_limits_between_are_predicted_and_said_to_be(swept: Ask) -> None:
     )
 
 
-def test_the_slo_of_the_run_is_the_default(ask: Ask) -> None:
-    ask("sweep", *SIM, *SWEEP.split(), "--slo", "p95_ttft:700")
-    assert "recommended for p95_ttft:700: 16." in ask("recommend", "out/sweep/run").out
+def test_the_slo_of_the_run_is_the_default(ask: Ask, swept: str) -> None:
+    assert "recommended for p95_ttft:700: 16." in ask("recommend", swept).out
 
 
-def test_recommend_without_an_slo_is_refused(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run")
+def test_sizes_are_for_predicting_with_a_cost_model(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--max-batch-size", "8")
+    assert (answer.code, answer.complaint) == (2, "--max-batch-size 8: needs --cost-model, to predict with")
+    answer = ask("recommend", swept, "--max-batch-size", "8", "--cost-model", COST_MODEL)
+    assert answer.complaint == "--max-batch-size 8: run was measured on an engine, whose sizes it holds"
+
+
+def test_recommend_without_an_slo_is_refused(ask: Ask, swept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFolder, "manifest", {**RunFolder.open(Path(swept)).manifest, "slos": []})
+    answer = ask("recommend", swept)
     assert (answer.code, answer.complaint.partition(":")[0]) == (2, "--slo")
 
 
@@ -299,11 +303,13 @@ def test_an_empty_run_is_refused_in_one_line(ask: Ask, tmp_path: Path) -> None:
     assert answer.complaint == "RUN 'sweep/empty': holds no finished cell: nothing was measured"
 
 
-def test_an_invalid_run_is_refused_as_check_does(swept: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_run_is_refused_as_check_does(
+    ask: Ask, swept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from roseinfer.bench.sides import Side
 
     monkeypatch.setattr(Side, "invalid_reason", lambda self: "the client was late")
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:250")
+    answer = ask("recommend", swept, "--slo", "p95_ttft:250")
     assert answer.code == 4
     assert answer.complaint == "INVALID: run: the client was late"
 
