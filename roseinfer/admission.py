@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.errors import TOKENS_NEVER_FIT, InputError, InvariantError, SchedulerManagerOverloadedError
 from roseinfer.lanes import Lanes
+from roseinfer.margin import Margin
 
 if TYPE_CHECKING:
     from roseinfer.adaptive import Aimd, Gradient
@@ -41,6 +42,10 @@ DRAIN_WINDOW: Final = 32
 
 _NEWS_SHARE: Final = 0.1
 """Weight of the latest text in the tokens that a byte is expected to be."""
+
+
+NEAR: Final = 0.5
+"""Of a goal: what was predicted to take less says nothing of predictions that decide."""
 
 
 class TicketState(Enum):
@@ -147,8 +152,10 @@ class Admission:
         self.adaptive = adaptive
         self.forecast = forecast
         self.slo_ttft_s = slo_ttft_s
+        self.margin = Margin()
         self._lanes = Lanes() if has_lanes else None
         self._evicted: list[Ticket] = []  # of whom the core does not know it yet
+        self.step_began_s: float | None = None  # the step that runs; told by the core
         self._tokens_per_byte: float | None = None  # of the texts tokenised lately
         self._lock = threading.RLock()
         self._inflight = 0
@@ -266,6 +273,13 @@ class Admission:
                     adaptive.sample((waited_s + alone_s) / alone_s, ticket.epoch, self._inflight)
             return True
 
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        """A request has its first token: what was predicted for it is judged by it, where that was near the goal."""
+        predicted_s, goal_s = ticket.predicted_ttft_s, self.slo_ttft_s
+        if predicted_s is not None and goal_s is not None and predicted_s >= NEAR * goal_s:
+            with self._lock:
+                self.margin.saw(predicted_s, now - ticket.reserved_s)
+
     def take_evicted(self) -> list[Ticket]:
         """Those evicted since this was last asked. For the core, which ends their requests."""
         if not self._evicted:
@@ -355,19 +369,21 @@ class Admission:
         new_tokens = ticket.cost_tokens - ticket.prompt_tokens
         if ticket.is_bound and self._tokens_per_byte is not None:
             ticket.prompt_tokens = max(1, round(ticket.prompt_tokens * self._tokens_per_byte))
-        predicted_s = forecast.ttft_s(ticket.prompt_tokens)
+        began_s = self.step_began_s
+        predicted_s = forecast.ttft_s(ticket.prompt_tokens, None if began_s is None else now - began_s)
         goal_s = self.slo_ttft_s
-        if goal_s is not None and predicted_s > goal_s:
+        late_s = predicted_s * self.margin.factor
+        if goal_s is not None and late_s > goal_s:
             self._refused += 1
             raise SchedulerManagerOverloadedError(
                 limit=goal_s,
                 inflight=self._inflight,
                 reason="slo",
                 # Alone it would miss as well: no waiting mends that.
-                retry_after_s=predicted_s - goal_s
+                retry_after_s=late_s - goal_s
                 if forecast.prefill_s(ticket.prompt_tokens) <= goal_s
                 else None,
-                measured=predicted_s,
+                measured=late_s,
             )
         ticket.predicted_ttft_s = predicted_s
         ticket.work = forecast.enter(ticket.prompt_tokens, new_tokens)

@@ -104,6 +104,8 @@ class Core:
             if request.request_id in self._live:
                 self.scheduler.drop_evicted(request, now)
         plan = self.scheduler.plan(now)
+        if plan is not None:
+            self.admission.step_began_s = now
         if plan is None and not self.scheduler.running and self.scheduler.has_ready:
             raise InvariantError("an idle engine cannot admit the head of its queue")
         return plan
@@ -223,6 +225,8 @@ class Core:
         params, output_ids = request.params, request.output_ids
         output_ids.append(token_id)
         request.token_times_s.append(now)
+        if len(output_ids) == 1 and request.ticket.predicted_ttft_s is not None:
+            self.admission.first_token(request.ticket, now)
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return self._end(request, now, FinishReason.STOP, token_id=token_id)
         if len(output_ids) == params.max_new_tokens:

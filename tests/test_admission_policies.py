@@ -161,3 +161,19 @@ def test_what_weighs_costs_needs_a_cost_model(spec: str) -> None:
 def test_a_prediction_knows_one_order_only(spec: str, scheduling: str) -> None:
     with pytest.raises(InputError, match="order of arrival"):
         made(spec, scheduling=scheduling)
+
+
+def test_who_turned_out_late_makes_the_next_prediction_count_for_more() -> None:
+    admission = with_goal(0.25)
+    ticket = reserve(admission, 200)
+    admission.first_token(ticket, 0.5)  # 0.2 s were predicted
+    admission.release(ticket, 0.5)
+    assert reserve(admission, 200).predicted_ttft_s == pytest.approx(0.2)  # the record keeps what was predicted
+    assert refused(admission, 40).measured == pytest.approx(0.24 * admission.margin.factor)
+
+
+def test_predictions_far_from_the_goal_decide_nothing_and_teach_nothing() -> None:
+    admission = with_goal(0.25)
+    ticket = reserve(admission, 100)
+    admission.first_token(ticket, 5.0)
+    assert admission.margin.factor == 1.0

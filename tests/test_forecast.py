@@ -66,6 +66,12 @@ def test_a_newcomer_waits_for_half_of_the_step_that_runs() -> None:
     assert forecast.ttft_s(5) == 1.5
 
 
+def test_what_is_left_of_the_step_that_runs_counts_where_its_beginning_is_known() -> None:
+    forecast = forecast_of(SECOND_A_STEP)
+    forecast.start(forecast.enter(5, 4))
+    assert [forecast.ttft_s(5, into_step_s) for into_step_s in (0.0, 0.75, 1.0, 9.0)] == [2.0, 1.25, 1.0, 1.0]
+
+
 def test_while_seats_are_free_only_prefill_counts_and_what_rides_on_its_steps() -> None:
     forecast = forecast_of(StepCost(0.0, 1.0, 0.0, 0.5, 0.0), seats=4)
     work = forecast.enter(5, 4)
@@ -117,22 +123,28 @@ def test_what_is_left_of_one_request() -> None:
 # ---- against the simulator ----
 
 
-def predictions(run: SimRun, forecast: Forecast) -> list[tuple[float, float]]:
-    """Predicted and actual TTFT of every request, had the forecast been told of the run as it happened."""
+def predictions(run: SimRun, forecast: Forecast, *, knows_steps: bool) -> list[tuple[float, float]]:
+    """Predicted and actual TTFT of every request, had the forecast been told of the run as it happened.
+
+    `knows_steps`: and of when the step that runs began.
+    """
     events: list[tuple[float, int, int]] = [(sent.sent_s, 0, sent.index) for sent in run.sent]
     for number, step in enumerate(run.steps):
         events += [(step.result.exec_end_s, 1, number), (step.plan_start_s, 2, number)]
     works: dict[int, Work] = {}
-    found = []
+    found, began_s = [], 0.0
     for now, kind, index in sorted(events):
         if kind == 0:
             sent = run.sent[index]
             request = sent.fate
             assert isinstance(request, Request)
             assert request.first_token_s is not None
-            found.append((forecast.ttft_s(sent.prompt_tokens), request.first_token_s - now))
+            into_step_s = now - began_s if knows_steps else None
+            found.append((forecast.ttft_s(sent.prompt_tokens, into_step_s), request.first_token_s - now))
             works[index] = forecast.enter(sent.prompt_tokens, request.params.max_new_tokens)
             continue
+        if kind == 2:
+            began_s = now
         for request, start, n_tokens, _ in run.steps[index].plan.spans:
             work = works[request.request_id]
             if kind == 1:
@@ -144,12 +156,13 @@ def predictions(run: SimRun, forecast: Forecast) -> list[tuple[float, float]]:
     return found
 
 
-def errors(model: CostModel, seats: int, arrivals: list[Arrival]) -> list[float]:
+def errors(model: CostModel, seats: int, arrivals: list[Arrival], *, knows_steps: bool = True) -> list[float]:
     """predicted / actual - 1 of every request, in ascending order."""
     limits = SimLimits(max_batch_size=seats, kv_cache_tokens=KV_TOKENS)
     run = simulate(arrivals, limits, model.costs(0, as_text=False))
     forecast = Forecast(model.step, model.between_steps, seats, 512)
-    found = sorted(predicted_s / actual_s - 1 for predicted_s, actual_s in predictions(run, forecast))
+    pairs = predictions(run, forecast, knows_steps=knows_steps)
+    found = sorted(predicted_s / actual_s - 1 for predicted_s, actual_s in pairs)
     assert not any(sums(forecast.backlog).values())
     return found
 
@@ -191,12 +204,24 @@ def test_of_a_burst_of_equal_requests(
 
 
 @MODELS
-@pytest.mark.parametrize(("load", "bound"), [(0.5, 0.2), (1.0, 0.15), (2.0, 0.03)])
-def test_of_requests_that_come_at_random(model: CostModel, load: float, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("load", "knows_steps", "bound"),
+    [
+        (0.5, True, 0.01),
+        (0.5, False, 0.15),
+        (1.0, True, 0.1),
+        (1.0, False, 0.15),
+        (2.0, True, 0.02),
+        (2.0, False, 0.02),
+    ],
+)
+def test_of_requests_that_come_at_random(
+    model: CostModel, load: float, knows_steps: bool, bound: float
+) -> None:
     limits = SimLimits(kv_cache_tokens=KV_TOKENS)
     burst = simulate(mixed(128, 0.0), limits, model.costs(0, as_text=False))
     gap_s = burst.steps[-1].published_s / 128
-    found = errors(model, 8, mixed(300, gap_s / load))
+    found = errors(model, 8, mixed(300, gap_s / load), knows_steps=knows_steps)
     assert middle([abs(error) for error in found]) < bound
     assert abs(middle(found)) < 0.05
 
@@ -212,11 +237,19 @@ def test_a_machine_that_is_twice_as_slow_is_found_out() -> None:
     assert forecast.prefill_s(5) == pytest.approx(2.0, rel=0.01)
 
 
-def test_a_few_outliers_correct_nothing() -> None:
+def test_it_is_the_sum_of_steps_that_is_corrected_not_the_most_of_them() -> None:
     forecast = forecast_of(SECOND_A_STEP)
-    for at in range(10 * OBSERVED):
-        forecast.observe(1.0, 50.0 if at % 3 == 0 else 1.0)
-    assert forecast.correction == 1.0
+    for at in range(40 * OBSERVED):
+        forecast.observe(forecast.correction, 3.0 if at % 4 == 0 else 1.0)
+    assert forecast.correction == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_step_that_hangs_counts_as_one_that_is_4_times_as_slow() -> None:
+    forecast, other = forecast_of(SECOND_A_STEP), forecast_of(SECOND_A_STEP)
+    for at in range(OBSERVED):
+        forecast.observe(1.0, 1e6 if at == 5 else 1.0)
+        other.observe(1.0, LARGEST_CORRECTION if at == 5 else 1.0)
+    assert forecast.correction == other.correction < 1.05
 
 
 @given(st.lists(st.tuples(st.floats(-1.0, 1e9), st.floats(-1.0, 1e9)), max_size=400))

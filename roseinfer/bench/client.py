@@ -355,7 +355,8 @@ class _Consumer:
             raise self._failure
 
     def give_up_all(self) -> None:
-        """Has it take what is there by now, and give up the rest at `interrupted_s`; each is still to end, as aborted."""
+        """Has it take what is there by now, and give up the rest at `interrupted_s`. Each is still to end, as aborted.
+        """
         self._is_to_give_up = True
         self.mailbox.wake()
 

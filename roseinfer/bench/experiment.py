@@ -117,10 +117,6 @@ class Experiment:
         replay = None if o.workload is None else _replay(o)
         trace = None if o.trace is None else _trace(o)
         load = load_of(o, given, replays_closed_loop=replay is not None and replay.is_closed)
-        if o.ttft_deadline is not None:
-            classes = replay.class_names if load.priority_mix is None and replay is not None else ()
-            classes = classes if load.priority_mix is None else load.priority_mix.names
-            load.ttft_deadlines.check(o.ttft_deadline, classes)
         if o.pretok and o.tokenize_workers and "tokenize_workers" in given:
             raise wrong("tokenize_workers", o, "has nothing to do with --pretok")
         if replay is None:
@@ -146,6 +142,8 @@ class Experiment:
             trace=trace,
             replay=replay,
         )
+        if o.ttft_deadline is not None:
+            load.ttft_deadlines.check(o.ttft_deadline, experiment.class_names)
         if o.load is None:
             return experiment
         from roseinfer.bench.load_share import at_load
@@ -196,6 +194,13 @@ class Experiment:
         """The model as records may name it: of a local one the last part only, since a path tells who measured."""
         path = local_path(self.model)
         return path.absolute().name if path.exists() else self.model
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of its requests, the highest first; empty where all are alike."""
+        if self.load.priority_mix is not None:
+            return self.load.priority_mix.names
+        return () if self.replay is None else self.replay.class_names
 
     @property
     def warmup_runs(self) -> int:

@@ -48,18 +48,20 @@ def explain(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         cell = requests.iloc[places]
         first = cell.iloc[0]
         row = {"cell_id": cell_id, **{factor: first[factor] for factor in FACTORS}}
-        derived = steady_rows(derive(cell))
-        completed = derived[(derived["outcome"] == Outcome.COMPLETED) & derived["ttft_s"].notna()]
+        derived = steady_rows(derive(cell, ["ttft_s"])).reset_index(drop=True)
+        completed = derived.loc[
+            (derived["outcome"] == Outcome.COMPLETED) & derived["ttft_s"].notna(), "ttft_s"
+        ]
         n = len(completed)
         row |= {"n": n, "p99_ttft_ms": np.nan, "explained": 0}
         if n:
             middle = nearest_rank(99, n)
             lo = max(nearest_rank(98.5, n), middle - NEIGHBOURS)
             hi = min(nearest_rank(99.5, n), middle + NEIGHBOURS)
-            ordered = completed.sort_values("ttft_s", kind="stable")
-            around = ordered.iloc[lo - 1 : hi]
+            ordered = completed.sort_values(kind="stable")
+            around = derive(derived.loc[ordered.index[lo - 1 : hi]])
             row |= {
-                "p99_ttft_ms": 1e3 * ordered["ttft_s"].iloc[middle - 1],
+                "p99_ttft_ms": 1e3 * ordered.iloc[middle - 1],
                 "explained": len(around),
                 **_parts(around),
                 **_waits(around, cell_id, steps, step_places),

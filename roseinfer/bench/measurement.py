@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,10 @@ from roseinfer.bench.summary import SUMMARY_SCHEMA, sort_cells, summarise
 from roseinfer.bench.termination import held
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
+
+
+UNUSED: Final = "status_code prompt_tokens cached_tokens finish_reason waiting_at_send chunk_tokens".split()
+"""Columns of requests that no figure is made of."""
 
 
 class Target(Protocol):
@@ -104,7 +108,7 @@ def order(experiment: Experiment) -> list[list[Cell]]:
 def manifest(
     experiment: Experiment,
     model: Mapping[str, Any],
-    workload: pd.DataFrame,
+    workload: Iterable[pd.DataFrame],
     workload_notes: Sequence[str],
     command: str,
     environment: Mapping[str, object] | None = None,
@@ -248,8 +252,11 @@ def save(run: CellRun, recorded: Recorded, folder: RunFolder) -> None:
         writer.facts = recorded.facts
 
 
-def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:
-    """Summarises a run whose cells are all measured, compacts its files, and returns the summary."""
+def conclude(folder: RunFolder, workload: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Summarises a run whose cells are all measured, compacts its files, and returns the summary.
+
+    `workload` is its table, in parts.
+    """
     summary = summary_of(folder)
     folder.compact(summary, workload)
     folder.mark_done()
@@ -269,7 +276,7 @@ def summary_of(folder: RunFolder) -> pd.DataFrame:
     manifest = folder.manifest
     return sort_cells(
         summarise(
-            folder.read_requests(),
+            folder.read_requests(without=UNUSED),
             facts,
             seed=int(manifest["seed"]),
             max_error_share=float(manifest["configuration"]["max-error-share"]),

@@ -61,6 +61,21 @@ def check_pacing(requests: pd.DataFrame) -> list[str]:
     )
 
 
+def check_reading(requests: pd.DataFrame, p99_read_lag_s: float | None) -> list[str]:
+    """Was what came read in time? As late as a send may be, a read may be: both are in every latency.
+
+    `p99_read_lag_s` is a bound on what a client knows, which None is where it knows nothing.
+    """
+    if p99_read_lag_s is None:
+        return []
+    ttft_s = (requests["received_first_s"] - requests["scheduled_s"]).to_numpy(dtype=np.float64)
+    allowed_s = _allowed_lag_s(ttft_s)
+    if not p99_read_lag_s > allowed_s:
+        return []
+    late = f"p99 of what came was read up to {_ms(p99_read_lag_s)} late, more than {_ms(allowed_s)}"
+    return [f"{late}: the client was the bottleneck (--client-workers)"]
+
+
 def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
     """A burst of B on an idle server, with no slot freed meanwhile, is refused max(0, B - limit) times.
 
@@ -84,9 +99,12 @@ def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
 def slots_freed_during_burst(requests: pd.DataFrame) -> int | None:
     """How many slots came free before the last request of a burst had asked for one, summed over the bursts.
 
-    None where that question has no meaning: arrivals that are no burst, or nothing that asked for a slot.
+    None where that question has no meaning: arrivals that are no burst, nothing that asked for a slot, or some that
+    asked again.
     Only where it is 0 does the number of refusals follow from the limit alone.
     """
+    if (requests["attempts"] > 1).any():
+        return None
     bursts = _bursts(requests)
     return int(bursts.freed_during.sum()) if bursts.asked.size else None
 
@@ -171,12 +189,16 @@ def _latest_of_few(lag_s: NDArray[np.float64], apart: NDArray[np.bool_]) -> NDAr
 def _lag(lag_s: NDArray[np.float64], ttft_s: NDArray[np.float64]) -> list[str]:
     """Of few, the largest lag but that of the latest, which is not among them."""
     largest_s = percentile(lag_s, 99)
-    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
+    allowed_s = _allowed_lag_s(ttft_s)
     if not largest_s > allowed_s:
         return []
     is_few = lag_s.size < _FEWEST_WITH_P99
     said = f"send lag up to {_ms(largest_s)} (n={lag_s.size})" if is_few else f"p99 send lag {_ms(largest_s)}"
     return [f"{said}, more than {_ms(allowed_s)}: the sender fell behind"]
+
+
+def _allowed_lag_s(ttft_s: NDArray[np.float64]) -> float:
+    return float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
 
 
 def _span(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:

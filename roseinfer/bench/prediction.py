@@ -92,13 +92,13 @@ def _row(cell_id: str, measured: pd.DataFrame, predicted: pd.DataFrame) -> dict[
     return row
 
 
-def _warm_up(requests: pd.DataFrame) -> pd.MultiIndex:
+def _warm_up(requests: pd.DataFrame) -> pd.Index[Any]:
     """Repeat and index of the requests of one cell that no latency counts."""
     derived = derive(requests.reset_index(drop=True))
     return derived.drop(steady_rows(derived).index).set_index(_REQUEST).index
 
 
-def _samples_ms(requests: pd.DataFrame, warm_up: pd.MultiIndex) -> dict[str, NDArray[np.float64]]:
+def _samples_ms(requests: pd.DataFrame, warm_up: pd.Index[Any]) -> dict[str, NDArray[np.float64]]:
     """The latencies of one cell, all repeats together, but for the requests in `warm_up`."""
     derived = derive(requests)
     counts = (derived["outcome"] == Outcome.COMPLETED) & ~derived.set_index(_REQUEST).index.isin(warm_up)

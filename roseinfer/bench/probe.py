@@ -14,11 +14,10 @@ from roseinfer.bench.flag_values import admissions
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.measurement import Bench, summary_of
 from roseinfer.bench.options import SweepOptions
-from roseinfer.bench.recommend import Judgement, parse_slo, recommend
+from roseinfer.bench.recommend import Judgement, Recommendation, parse_slo, recommend
 from roseinfer.bench.session import Session
 from roseinfer.bench.shares import share_interval
 from roseinfer.bench.stats import Interval, smallest_sample
-from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import pooled
 from roseinfer.errors import InputError
 
@@ -194,16 +193,19 @@ class Prober:
             name_of = "--run-id" if error.name == "--resume" else error.name
             raise InputError(name_of, error.value, error.why) from error
         if session.folder is None or not session.folder.is_done:
-            session.measure()
+            summary = session.measure()
+            (found,) = session.recommendations
+        else:
+            summary = summary_of(session.folder)
+            (found,) = recommend(session.folder.read_requests(), summary, self.slos, seed=options.seed)
         assert session.folder is not None
-        probe = replace(self._judged(name.replace("_", " "), session.folder), decides=decides)
+        probe = self._judged(name.replace("_", " "), found, summary, session.folder.path)
+        probe = replace(probe, decides=decides)
         verdict = f": {WORDS[probe.verdict]}" if decides else ""
         self._say(f"{probe.name}: {probe.describe()}{verdict}")
         return probe
 
-    def _judged(self, name: str, folder: RunFolder) -> Probe:
-        summary = summary_of(folder)
-        (found,) = recommend(folder.read_requests(), summary, self.slos, seed=self.options.seed)
+    def _judged(self, name: str, found: Recommendation, summary: pd.DataFrame, path: Path) -> Probe:
         repeats, total = summary[summary["repeat"].notna()], pooled(summary).iloc[0]
         offered = repeats["offered"].to_numpy()
         lost = offered - repeats["completed"].to_numpy()
@@ -220,7 +222,7 @@ class Prober:
             peak_inflight=None if pd.isna(total["peak_inflight"]) else int(total["peak_inflight"]),
             is_steady=bool(pd.isna(total["steady"]) or total["steady"]),
             invalid=None if total["valid"] else str(total["invalid_reasons"]),
-            folder=folder.path,
+            folder=path,
         )
 
     def _sized(self, probe: Probe) -> Probe:

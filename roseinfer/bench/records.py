@@ -5,7 +5,7 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
 
     column                                        in process                        over HTTP
     scheduled_s, permitted_s, sent_s              every row that was sent           the same; of the first try
-    last_sent_s                                   null                              rows with more than one try
+    last_sent_s                                   rows with more than one try       the same
     reserved_s, admitted_s, released_s            admitted rows                     null
     rejected_s, reject_reason, reject_stage       refused rows                      refused rows: head of a 429 or 503
     tokenized_s                                   admitted rows, prompt as text     null
@@ -14,12 +14,15 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     token_times_s                                 admitted rows with tokens         null
     chunk_times_s, chunk_tokens                   admitted rows with tokens         rows with text; tokens where known
     prompt_tokens, cached_tokens, output_tokens   counted from ids                  what the server counts, or null
-    waiting_at_send                               rows that were sent               null
-    inflight_at_send                              admission's own count             what this client had outstanding
+    waiting_at_send                               rows that were sent, first try    null
+    inflight_at_send                              admission's own count, first try  what this client had outstanding
     predicted_ttft_s                              admitted rows, by a policy with a null
                                                   cost model: from reserved_s on
     priority                                      the name of its class, null where all are alike; the same
     status_code, server_queue_s, server_prefill_s null                              as the server says
+
+Where clients retry, a row has the stamps of its last try, but for the columns of the first; `attempts.parquet` has a row
+a try.
 
 A refusal of the stage "queued" has the columns of an admitted row too, as far as it got. `reject_stage` "submit" is
 known to the caller before anything is done for the request. What the server's queue timeout dropped has the outcome
@@ -31,6 +34,7 @@ chunk_times_s, chunk_tokens and the members of steps are null.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any, Final
 
@@ -167,43 +171,49 @@ TTFT_PARTS: Final = (
 """They sum to `ttft_s` (a null tokenize_s counts as nothing: the prompt came as token ids)."""
 
 
-def derive(requests: pd.DataFrame) -> pd.DataFrame:
-    """`requests` with the derived durations added, in seconds; null wherever an operand is null.
+def derive(requests: pd.DataFrame, only: Collection[str] = ()) -> pd.DataFrame:
+    """`requests` with the derived durations added, or `only` some, in seconds; null wherever an operand is null.
 
     The formulas are those of the design: the eight TTFT_PARTS, `ttft_s`, `ttft_from_send_s`, `decode_s`,
     `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `largest_itl_s` (the longest wait between two
     tokens, null under 2), `reject_s` (of the last try; stage submit only), `time_to_drop_s` (the same of stage queued,
-    queue timeouts too), `add_request_s`, and from sending to the end of what failed: `time_to_error_s`,
-    `time_to_timeout_s`.
+    queue timeouts too), `add_request_s` (of the last try), from the first sending to the last token
+    `time_to_success_s`, and to the end of what failed `time_to_error_s`, `time_to_timeout_s`.
     """
     r = requests
     last_sent_s = r["last_sent_s"].fillna(r["sent_s"])
     tokens = r["output_tokens"].astype("float64")
-    until_rejected_s = r["rejected_s"] - last_sent_s
-    until_end_s = r["ended_s"] - r["sent_s"]
-    derived: dict[str, Any] = {
-        "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
-        "send_lag_s": r["sent_s"] - r["permitted_s"],
-        "retry_wait_s": last_sent_s - r["sent_s"],
-        "reserve_s": r["reserved_s"] - last_sent_s,
-        "tokenize_s": r["tokenized_s"] - r["reserved_s"],
-        "queue_wait_s": r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
-        "prefill_s": r["first_token_s"] - r["first_scheduled_s"],
-        "delivery_s": r["received_first_s"] - r["first_token_s"],
-        "ttft_s": r["received_first_s"] - r["scheduled_s"],
-        "ttft_from_send_s": r["received_first_s"] - r["sent_s"],
-        "decode_s": r["last_token_s"] - r["first_token_s"],
-        "last_delivery_s": r["received_last_s"] - r["last_token_s"],
-        "e2el_s": r["received_last_s"] - r["scheduled_s"],
-        "tpot_s": ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
-        "largest_itl_s": _largest_gaps_s(r["token_times_s"]),
-        "reject_s": until_rejected_s.where(r["reject_stage"] == "submit"),
-        "time_to_drop_s": until_rejected_s.where(r["reject_stage"] == "queued"),
-        "add_request_s": r["admitted_s"] - r["sent_s"],
-        "time_to_error_s": until_end_s.where(r["outcome"] == Outcome.ERROR),
-        "time_to_timeout_s": until_end_s.where(r["outcome"] == Outcome.TIMEOUT),
+
+    def until_rejected_s(stage: str) -> Any:
+        return (r["rejected_s"] - last_sent_s).where(r["reject_stage"] == stage)
+
+    def until_end_s(outcome: Outcome) -> Any:
+        return (r["ended_s"] - r["sent_s"]).where(r["outcome"] == outcome)
+
+    formulas: dict[str, Callable[[], Any]] = {
+        "cap_wait_s": lambda: r["permitted_s"] - r["scheduled_s"],
+        "send_lag_s": lambda: r["sent_s"] - r["permitted_s"],
+        "retry_wait_s": lambda: last_sent_s - r["sent_s"],
+        "reserve_s": lambda: r["reserved_s"] - last_sent_s,
+        "tokenize_s": lambda: r["tokenized_s"] - r["reserved_s"],
+        "queue_wait_s": lambda: r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
+        "prefill_s": lambda: r["first_token_s"] - r["first_scheduled_s"],
+        "delivery_s": lambda: r["received_first_s"] - r["first_token_s"],
+        "ttft_s": lambda: r["received_first_s"] - r["scheduled_s"],
+        "ttft_from_send_s": lambda: r["received_first_s"] - r["sent_s"],
+        "decode_s": lambda: r["last_token_s"] - r["first_token_s"],
+        "last_delivery_s": lambda: r["received_last_s"] - r["last_token_s"],
+        "e2el_s": lambda: r["received_last_s"] - r["scheduled_s"],
+        "tpot_s": lambda: ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
+        "largest_itl_s": lambda: _largest_gaps_s(r["token_times_s"]),
+        "time_to_success_s": lambda: r["received_last_s"] - r["sent_s"],
+        "reject_s": lambda: until_rejected_s("submit"),
+        "time_to_drop_s": lambda: until_rejected_s("queued"),
+        "add_request_s": lambda: r["admitted_s"] - last_sent_s,
+        "time_to_error_s": lambda: until_end_s(Outcome.ERROR),
+        "time_to_timeout_s": lambda: until_end_s(Outcome.TIMEOUT),
     }
-    return r.assign(**derived)
+    return r.assign(**{name: formulas[name]() for name in only or formulas})
 
 
 def gaps_s(times_s: pd.Series[Any]) -> NDArray[np.float64]:
@@ -245,8 +255,9 @@ def flattened(lists: pd.Series[Any], kind: pa.DataType) -> tuple[Any, NDArray[np
 
 def as_frame(table: pa.Table) -> pd.DataFrame:
     """A table of records as a frame. Lists stay as arrow holds them: an object a list is slow and large."""
-    frame: pd.DataFrame = table.to_pandas(
+    frame: pd.DataFrame = table.unify_dictionaries().to_pandas(
         types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_list(kind) else None,
         ignore_metadata=True,
+        split_blocks=True,  # columns without a null are not copied
     )
     return frame

@@ -6,8 +6,8 @@ server saw has rows of its own: `http.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -53,7 +53,7 @@ class CellInterrupted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Attempt:
-    """One request as its client saw it: never sent, or refused, or answered (`timings`).
+    """One request as its client saw it: never sent, or refused, or answered (`timings`). Where clients retry, one try.
 
     `scheduled_s` is the workload's, in seconds from time zero; the other moments are clock seconds. `permitted_s` is
     when the client's own cap let it go, None where it did not hold it back. `waiting` and `inflight` are what it met
@@ -77,6 +77,22 @@ class Attempt:
     unsent_because: str | None = None
     is_interrupted: bool = False
     predicted_ttft_s: float | None = None  # by the admission that let it in
+    earlier: list[Attempt] = field(default_factory=list)  # the tries of the same request before this, of the last
+
+
+@dataclass
+class EarlierTries:
+    """What the tries held that another one followed: how many slots, and for how long, in slot-seconds.
+
+    One that was never given back adds no time: admission's own integral shows it.
+    """
+
+    slots: int = 0
+    held_s: float = 0.0
+
+    def add(self, reserved_s: float, released_s: float | None) -> None:
+        self.slots += 1
+        self.held_s += 0.0 if released_s is None else released_s - reserved_s
 
 
 INTERRUPTED: Final = "interrupted"
@@ -110,7 +126,7 @@ def factor_columns(
 
 
 def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
-    """The columns of REQUEST_SCHEMA that one attempt fills; seconds from `t0`."""
+    """The columns of REQUEST_SCHEMA that one request fills, of which `attempt` is the last try; seconds from `t0`."""
     scheduled_s = attempt.scheduled_s
     if attempt.sent_s is None:
         return {
@@ -120,13 +136,16 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "error": attempt.unsent_because,
             "ended_s": _since(t0, attempt.gave_up_s),
         }
+    first = attempt.earlier[0] if attempt.earlier else attempt
+    assert first.sent_s is not None
     row: dict[str, Any] = {
         "scheduled_s": scheduled_s,
-        "permitted_s": scheduled_s if attempt.permitted_s is None else attempt.permitted_s - t0,
-        "sent_s": attempt.sent_s - t0,
-        "attempts": 1,
-        "waiting_at_send": attempt.waiting,
-        "inflight_at_send": attempt.inflight,
+        "permitted_s": scheduled_s if first.permitted_s is None else first.permitted_s - t0,
+        "sent_s": first.sent_s - t0,
+        "last_sent_s": attempt.sent_s - t0 if attempt.earlier else None,
+        "attempts": len(attempt.earlier) + 1,
+        "waiting_at_send": first.waiting,
+        "inflight_at_send": first.inflight,
     }
     returned_s = _since(t0, attempt.returned_s)
     if isinstance(attempt.failure, SchedulerManagerOverloadedError):
@@ -140,6 +159,26 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
     if attempt.failure is not None:
         return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": error_text(attempt.failure)}
     return row | {"admitted_s": returned_s} | _answer(attempt, t0)
+
+
+_OF_TRIES: Final = "ended_s outcome reject_reason error received_first_s received_last_s output_tokens".split()
+
+
+def attempt_rows(request_index: int, last: Attempt, t0: float) -> Iterator[dict[str, Any]]:
+    """The columns of ATTEMPT_SCHEMA for each try of one request; seconds from `t0`."""
+    for number, attempt in enumerate((*last.earlier, last), 1):
+        if attempt.sent_s is None:
+            return  # it was never sent
+        row = request_row(replace(attempt, earlier=[]), t0)
+        refusal = attempt.failure or (attempt.deliveries and attempt.deliveries[-1][1][-1].error)
+        is_told = isinstance(refusal, SchedulerManagerOverloadedError)
+        yield {
+            "request_index": request_index,
+            "attempt": number,
+            "sent_s": attempt.sent_s - t0,
+            "retry_after_s": refusal.retry_after_s if is_told else None,
+            **{name: row.get(name) for name in _OF_TRIES},
+        }
 
 
 def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -17,10 +17,11 @@ import pandas as pd
 
 from roseinfer.bench import measurement, report, shards
 from roseinfer.bench.burst_report import burst_report
+from roseinfer.bench.class_report import class_tables, refusal_lines
 from roseinfer.bench.engine_bench import engine_bench
 from roseinfer.bench.environment import REMOTE, describe_environment, public_command
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.goals import Goal, parse_goal
 from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of, told_of_lengths
 from roseinfer.bench.http_options import BUILTIN_TOKENIZER
 from roseinfer.bench.load_share import told_of_load
@@ -40,13 +41,20 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
+UNEXPLAINED: Final = (
+    "step plan_start_s published_s prefill_tokens prefill_attention_pairs decode_requests context_tokens"
+    " cached_tokens waiting running kv_tokens inflight_limit"
+).split()
+"""Columns of steps that say nothing of what a request waited for."""
+
+
 class _Prepared(NamedTuple):
     """How to run cells, and what run.json says of it: `model` is what computes, `environment` where (None: here).
 
-    `workload` holds all requests; `warm_up` is called before the first cell.
+    `workload` gives the table of all requests in parts; `warm_up` is called before the first cell.
     """
 
-    workload: pd.DataFrame
+    workload: Callable[[], Iterable[pd.DataFrame]]
     notes: list[str]
     model: dict[str, Any]
     run_cells: measurement.RunCells
@@ -150,7 +158,7 @@ class Session:
             manifest = measurement.manifest(
                 experiment,
                 prepared.model,
-                prepared.workload,
+                prepared.workload(),
                 prepared.notes,
                 self._command,
                 prepared.environment,
@@ -166,7 +174,7 @@ class Session:
                     claims.enter_context(self.folder.claimed())
                 measurement.measure(experiment, self.folder, progress, prepared.run_cells)
             progress("summing up")
-            self._conclude(measurement.conclude(self.folder, prepared.workload))
+            self._conclude(measurement.conclude(self.folder, prepared.workload()))
             if self._slos:
                 self.recommendations = recommend(self._requests, self.summary, self._slos, seed=options.seed)
         return self.summary
@@ -184,7 +192,7 @@ class Session:
     def _conclude(self, summary: pd.DataFrame) -> None:
         assert self.folder is not None
         self.summary = summary
-        self._requests = self.folder.read_requests()
+        self._requests = self.folder.read_requests(without=measurement.UNUSED)
         self.conclusions = report.conclusions(summary)
         self.recommendations = []
 
@@ -198,7 +206,7 @@ class Session:
         progress("loading the model")
         bench = self._bench_of(self.experiment)
         return _Prepared(
-            bench.source.table(),
+            bench.source.table_blocks,
             bench.source.notes,
             bench.model,
             partial(measurement.run_cells, bench),
@@ -220,7 +228,7 @@ class Session:
             run_cells = partial(shards.run_cells, bench, options.shards)
         else:
             run_cells = partial(measurement.run_cells, bench)
-        return _Prepared(source.table(), source.notes, bench.model, run_cells)
+        return _Prepared(source.table_blocks, source.notes, bench.model, run_cells)
 
     def _set_up_cluster(self, progress: Progress, claims: ExitStack, address: str) -> _Prepared:
         from roseinfer.bench.ray_shards import Cluster, machines
@@ -229,7 +237,7 @@ class Session:
         cluster = claims.enter_context(Cluster(address))
         crew = claims.enter_context(machines(cluster, self.experiment, engine_bench))
         described, workload, notes = crew.draw()
-        return _Prepared(workload, notes, described.model, crew.run_cells, environment=described.environment)
+        return _Prepared(lambda: [workload], notes, described.model, crew.run_cells, environment=described.environment)
 
     def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Prepared:
         experiment = self.experiment
@@ -250,7 +258,7 @@ class Session:
         progress("asking the server" if experiment.options.target_cmd is None else "starting the server")
         model = target.describe(measurement.order(experiment)[0][0])
         bench = measurement.Bench(target, source, model)
-        return _Prepared(source.table(), source.notes, model, partial(measurement.run_cells, bench))
+        return _Prepared(source.table_blocks, source.notes, model, partial(measurement.run_cells, bench))
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -273,10 +281,16 @@ class Session:
         else:
             for table in report.tables(self.summary, width or report.TABLE_WIDTH):
                 print(table, end="\n\n", file=out)
+        goals = [parse_goal(text) for text in self.experiment.goals]
+        goals = goals or [Goal(slo.metric, slo.limit_ms) for slo in self._slos]
+        names = self.experiment.class_names
+        for table in class_tables(self._requests, names, goals, width or report.TABLE_WIDTH):
+            print(table, end="\n\n", file=out)
         for line in [
             f"{report.model_name(manifest)} on {report.machine_name(manifest)}",
             *self.conclusions,
-            *report.explain_lines(self._requests, self.folder.read_steps()),
+            *refusal_lines(self._requests),
+            *report.explain_lines(self._requests, self.folder.read_steps(without=UNEXPLAINED)),
             *[recommendation.sentence() for recommendation in self.recommendations],
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
@@ -357,4 +371,12 @@ def draw_figures(
     place = folder.path / "figures" if output_dir is None else output_dir
     steps = folder.read_steps() if explain else None
     summary = measurement.summary_of(folder)
-    return draw_all(requests, summary, caption, place, steps=steps, prediction_errors=prediction_errors)
+    return draw_all(
+        requests,
+        summary,
+        caption,
+        place,
+        steps=steps,
+        workload=folder.read_workload(),
+        prediction_errors=prediction_errors,
+    )

@@ -7,6 +7,7 @@ complete, so that memory holds what is in flight and a row group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 from zlib import crc32
 
@@ -17,24 +18,34 @@ import pyarrow as pa
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.priorities import TtftDeadlines
-from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA
+from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA
+from roseinfer.bench.retries import Retrier
 from roseinfer.bench.row_groups import RowGroups
 from roseinfer.bench.rows import (
     STEP_COLUMNS,
     CellResult,
+    EarlierTries,
     factor_columns,
     step_values,
     unsent_because,
 )
-from roseinfer.bench.sim_rows import SENT_COLUMNS, InOrder, sent_values, unsent_values
+from roseinfer.bench.sim_rows import (
+    SENT_COLUMNS,
+    TRY_COLUMNS,
+    InOrder,
+    sent_values,
+    try_values,
+    unsent_values,
+)
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import InputError
 from roseinfer.executor import StepRecord
+from roseinfer.request import Request
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, OutsideFitted
 from roseinfer.sim.costs import Costs
-from roseinfer.sim.virtual import Arrival, Sent, SimLimits, simulate
+from roseinfer.sim.virtual import Arrival, Sent, SimLimits, request_index, simulate
 
 VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 """When every simulated cell began: the wall clock has no part in it."""
@@ -84,17 +95,18 @@ class SimTarget:
         """One cell and repeat, from the first arrival (time zero) to the last token."""
         taken = _Frames()
         facts, notes = self.record(cell, [workload], taken)
-        return CellResult(
-            taken.frame("requests", REQUEST_SCHEMA), taken.frame("steps", STEP_SCHEMA), facts, notes
-        )
+        tries = taken.frame("attempts", ATTEMPT_SCHEMA) if self._experiment.load.retries.is_on else None
+        requests, steps = taken.frame("requests", REQUEST_SCHEMA), taken.frame("steps", STEP_SCHEMA)
+        return CellResult(requests, steps, facts, notes, tries)
 
     def record(
         self, cell: Cell, blocks: Iterable[Workload], taker: RowTaker
     ) -> tuple[CellFacts, dict[str, Any]]:
         """`run` for a workload that comes in blocks, and rows that leave as they are complete: facts and notes."""
-        load, limits, rules = self._experiment.load, self.limits(cell), self._rules()
+        load, limits = self._experiment.load, self.limits(cell)
         blocks = iter(blocks)
         first = next(blocks)
+        rules = self._rules(first)
         factors = factor_columns(self.name, self._cost_model.name, cell, first)
         class_names = None if first.classes is None else first.classes.names
         is_closed = first.scheduled_s is None
@@ -103,7 +115,10 @@ class SimTarget:
         requests = RowGroups(REQUEST_SCHEMA, columns, factors, lambda rows: taker.add("requests", rows))
         steps = RowGroups(STEP_SCHEMA, STEP_COLUMNS, {}, lambda rows: taker.add("steps", rows))
         in_order = InOrder(requests.add)
-        index_of = int if keeps_times else None  # request ids of a simulation are request indexes
+        tries = RowGroups(ATTEMPT_SCHEMA, TRY_COLUMNS, {}, lambda rows: taker.add("attempts", rows))
+        tries_in_order = InOrder(lambda rows: [*map(tries.add, rows)])
+        earlier = EarlierTries()
+        index_of = request_index if keeps_times else None
         fitted = self._cost_model.fitted
         outside = None if fitted is None else OutsideFitted(fitted)
         n_steps = 0
@@ -113,6 +128,11 @@ class SimTarget:
 
         def on_request(sent: Sent) -> None:
             add_row(sent.index, sent.priority, sent_values(sent, keeps_times))
+            if rules.retrier is not None:
+                tries_in_order.add(sent.index, tuple(map(try_values, (*sent.earlier, sent))))
+                for one in sent.earlier:
+                    if isinstance(one.fate, Request):
+                        earlier.add(one.fate.reserved_s, one.fate.ticket.released_s)
 
         def on_step(step: StepRecord) -> None:
             nonlocal n_steps
@@ -134,8 +154,10 @@ class SimTarget:
         for index, arrival in run.unsent:
             why = unsent_because(rules.max_concurrency)
             add_row(index, arrival.priority, unsent_values(index, arrival, rules.duration_s, why))
+            tries_in_order.add(index, ())
         in_order.finish(run.offered)
         requests.finish()
+        tries.finish()
         steps.finish()
         counts = run.admission.counts()
         facts = CellFacts(
@@ -146,6 +168,8 @@ class SimTarget:
             peak_held_tokens=counts.peak_held_tokens,
             inflight_integral_s=counts.inflight_integral_s,
             inflight_at_start=0,
+            earlier_slots=earlier.slots,
+            earlier_held_s=earlier.held_s,
             started_utc=VIRTUAL_START_UTC,
             max_concurrency=rules.max_concurrency,
             peak_outstanding=run.peak_outstanding,
@@ -208,7 +232,7 @@ class SimTarget:
             seed, as_text=not options.pretok, tokenize_workers=options.tokenize_workers
         )
 
-    def _rules(self) -> ClientRules:
+    def _rules(self, workload: Workload) -> ClientRules:
         load = self._experiment.load
         return ClientRules(
             max_concurrency=load.max_concurrency,
@@ -216,6 +240,8 @@ class SimTarget:
             refused_pause_s=CLOSED_LOOP_REFUSED_PAUSE_S,
             duration_s=load.duration_s,
             timeout_s=load.timeout_s,
+            retrier=partial(Retrier, load.retries, workload.prompt_seed) if load.retries.is_on else None,
+            per_try_timeout_s=load.retries.per_try_timeout_s,
         )
 
 
@@ -241,7 +267,7 @@ class _Frames:
     """Keeps all that it takes."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, list[pa.Table]] = {"requests": [], "steps": []}
+        self._tables: dict[str, list[pa.Table]] = {"requests": [], "steps": [], "attempts": []}
 
     def add(self, name: str, rows: pa.Table) -> None:
         self._tables[name].append(rows)

@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,14 +35,16 @@ from roseinfer.bench.row_files import (
     SCHEMAS,
     CellWriter,
     conformed,
-    made_aside,
+    lean_schema,
     plain,
     read_parquet,
     row_groups,
+    write_frames,
     write_json,
     write_parquet,
 )
 from roseinfer.errors import InputError, InvariantError, RunError
+from roseinfer.whole_files import made_aside
 
 CellKey = tuple[str, int]
 """(cell_id, repeat)"""
@@ -243,20 +245,17 @@ class RunFolder:
         if is_there:
             shutil.rmtree(replaced, ignore_errors=True)  # `clear_leftovers` finds what stays
 
-    def compact(self, summary: pd.DataFrame, workload: pd.DataFrame | None) -> None:
-        """Turn the cells into one file a kind, and add `summary` and `workload` (None: there is none).
+    def compact(self, summary: pd.DataFrame, workload: Iterable[pd.DataFrame] | None) -> None:
+        """Turn the cells into one file a kind, and add `summary` and `workload`, in parts (None: there is none).
 
         Memory holds one row group at a time. Repeating it, after a kill or to replace the summary, is harmless.
         Afterwards no cell can be added. Raises RunError where the disk does not take it; the cells are still
         there then.
         """
         with self._reported("could not compact the cells"):
-            frames = {"summary.parquet": summary, "workload.parquet": workload}
-            for name, frame in frames.items():
-                if frame is not None:
-                    table = pa.Table.from_pandas(frame, preserve_index=False)
-                    table = table.replace_schema_metadata({**table.schema.metadata, **METADATA})
-                    write_parquet(self.path / name, table.schema, [table])
+            write_frames(self.path / "summary.parquet", [summary])
+            if workload is not None:
+                write_frames(self.path / "workload.parquet", workload)
             if self.is_compacted:
                 return
             cells = self._cell_folders()
@@ -281,17 +280,28 @@ class RunFolder:
         with self._reported("could not mark the run as done"):
             self._rewrite({"status": "done"})
 
-    def read_requests(self) -> pd.DataFrame:
-        """One row per offered request, by (cell_id, repeat). Integer columns with nulls come as float64."""
-        return self._read("requests.parquet")
+    def read_requests(self, *, without: Collection[str] = ()) -> pd.DataFrame:
+        """One row per offered request, by (cell_id, repeat). Integer columns with nulls come as float64.
 
-    def read_steps(self) -> pd.DataFrame:
-        """One row per engine step, by (cell_id, repeat)."""
-        return self._read("steps.parquet")
+        `without` some columns, texts are categories: a million rows take a quarter of the memory.
+        """
+        return self._read("requests.parquet", without)
+
+    def read_steps(self, *, without: Collection[str] = ()) -> pd.DataFrame:
+        """One row per engine step, by (cell_id, repeat). `without`: as of requests."""
+        return self._read("steps.parquet", without)
 
     def read_attempts(self) -> pd.DataFrame:
         """One row per try, by (cell_id, repeat); none where clients did not retry."""
         return self._read(ATTEMPTS)
+
+    def read_workload(self) -> pd.DataFrame | None:
+        """The workload given to `compact`, of all cells and repeats; None before, or where there was none."""
+        if not (self.path / "workload.parquet").exists():
+            return None
+        with self._reported("could not read workload.parquet"):
+            workload: pd.DataFrame = read_parquet(self.path / "workload.parquet").to_pandas()
+            return workload
 
     def read_summary(self) -> pd.DataFrame | None:
         """The summary given to `compact`; None before: make it from `read_requests` then."""
@@ -312,15 +322,16 @@ class RunFolder:
     def _cell_folders(self) -> list[Path]:
         return sorted((cell for cell in self.path.glob("cells/[!.]*@*")), key=_cell_key)
 
-    def _read(self, name: str) -> pd.DataFrame:
+    def _read(self, name: str, without: Collection[str] = ()) -> pd.DataFrame:
         with self._reported(f"could not read {name}"):
             files = (
                 [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
             )
             if name == ATTEMPTS:
                 files = [file for file in files if file.exists()]
-            tables = [conformed(read_parquet(file), SCHEMAS[name]) for file in files]
-            return as_frame(pa.concat_tables([SCHEMAS[name].empty_table(), *tables]))
+            schema = lean_schema(SCHEMAS[name], without) if without else SCHEMAS[name]
+            tables = [conformed(read_parquet(file, schema), schema) for file in files]
+            return as_frame(pa.concat_tables([schema.empty_table(), *tables]))
 
     def _rewrite(self, changes: Mapping[str, object]) -> None:
         run = {**self._run, **changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,7 +40,7 @@ def points_data(summary: pd.DataFrame) -> pd.DataFrame:
         *("p99_queue_wait_ms", "p99_queue_wait_ms_lo", "p99_queue_wait_ms_hi"),
         "output_throughput",
     ]
-    counted = ["valid", "offered", "completed", "rejected", "reject_rate", "n_ttft"]
+    counted = ["valid", "offered", "completed", "rejected", "timeout", "reject_rate", "n_ttft"]
     cells = ["combination", "limit", *FACTORS[1:], "repeat"]
     points = label_cells(summary.sort_values("repeat"))[[*cells, *counted, *measured]]
     return points.assign(**{column: points[column].where(points["completed"] > 0) for column in measured})
@@ -167,9 +168,11 @@ def _pooled_mark(x: list[float], y: list[float], colour: str, label: str = "") -
 def _tick_text(limit: str, cell: pd.DataFrame, under_p99: bool) -> str:
     """The limit and, under a percentile, what belongs beside it: the refusals, and n."""
     runs, pooled = cell[cell["repeat"].notna()], cell[cell["repeat"].isna()]
-    lines = [limit]
+    lines = textwrap.wrap(limit, _TICK_CHARS)
     if under_p99:
         lines += [f"{share_text(rate)} rejected" for rate in pooled["reject_rate"]]
+        timed_out = pooled.loc[pooled["timeout"] > 0, "timeout"] / pooled["offered"]
+        lines += [f"{share_text(share)} timed out" for share in timed_out.dropna()]
         served = runs.loc[runs["completed"] > 0, "n_ttft"]
         if len(runs) == 1 and len(served):
             lines.append(p99_text(served))

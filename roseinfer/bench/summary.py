@@ -40,6 +40,7 @@ COMPLETED_METRICS: Final = (
     "largest_itl",
     "chunk_gap",
     "e2el",
+    "time_to_success",
     "prefill",
     "tokenize",
     "server_queue",
@@ -55,6 +56,9 @@ METRICS: Final = (
 )
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
 """Those whose p99 gets intervals in the pooled rows."""
+
+_JUDGED: Final = ("cap_wait_s", "send_lag_s", "retry_wait_s", "queue_wait_s", "ttft_s")
+"""Derived durations by which a cell is judged, and its warm-up cut."""
 
 _FACTOR_COLUMNS: Final = (
     *("target", "model", "admission", "max_inflight", "burst_size"),
@@ -76,12 +80,22 @@ SUMMARY_SCHEMA: Final = pa.schema(
         *[(str(outcome), pa.int64()) for outcome in Outcome],
         ("reject_rate", pa.float64()),  # rejected / offered
         ("error_rate", pa.float64()),  # (error + timeout + incomplete) / offered
+        (
+            "unserved_rate",
+            pa.float64(),
+        ),  # (offered - completed) / offered: never succeeded, however often tried
         ("good", pa.int64()),  # served within every goal; null without goals, as the next two
         ("good_share", pa.float64()),  # good / offered
         ("request_goodput", pa.float64()),  # good / duration_s
         ("duration_s", pa.float64()),  # first send to last token received; pooled: the sum over repeats
         ("request_throughput", pa.float64()),  # completed requests / duration_s
         ("output_throughput", pa.float64()),  # output tokens of completed requests / duration_s
+        (
+            "client_busy_share_max_100ms",
+            pa.float64(),
+        ),  # of a server's client: in its busiest 100 ms; pooled: the worst
+        ("client_longest_turn_ms", pa.float64()),  # that it did not look for what came
+        ("client_p99_read_lag_ms", pa.float64()),  # how long what it read may have lain there at most
         ("peak_inflight", pa.int64()),
         ("mean_inflight", pa.float64()),  # over duration_s
         ("warmup_cut", pa.int64()),  # completed requests that MSER-5 cut; open loop without bursts, else null
@@ -110,6 +124,8 @@ SUMMARY_SCHEMA: Final = pa.schema(
         ],
     ]
 )
+
+_CLIENT_LOAD: Final = ("client_busy_share_max_100ms", "client_longest_turn_ms", "client_p99_read_lag_ms")
 
 SHORTEST_S: Final = 1e-3
 """A run shorter than this has no rates: they would be made of the stamps' own errors."""
@@ -147,7 +163,7 @@ def summarise(
     rows: list[dict[str, Any]] = []
     found = set()
     for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
-        cell = derive(_rows_at(requests, places))
+        cell = _rows_at(requests, places).copy(deep=False)
         # Compared and counted again and again: numbers instead of strings.
         cell["outcome"] = pd.Categorical(cell["outcome"], categories=[str(outcome) for outcome in Outcome])
         identity = {name: cell[name].iloc[0] for name in _IDENTITY}
@@ -159,7 +175,9 @@ def summarise(
             key = (str(cell_id), int(repeat))
             found.add(key)
             if key in facts:
-                measured = _rows_at(cell, places_of[repeat])
+                measured = derive(
+                    _rows_at(cell, places_of[repeat]), [*_JUDGED, *(f"{g.metric}_s" for g in goals)]
+                )
                 figures = _repeat(measured, facts[key], max_error_share, goals)
                 figures.row.update({**identity, "repeat": repeat})
                 repeats.append(figures)
@@ -248,6 +266,9 @@ def _repeat(
         **{str(outcome): int(count.get(str(outcome), 0)) for outcome in Outcome},
         "good": int(np.count_nonzero(met(derived, goals))) if goals else None,
         "duration_s": duration_s if duration_s > 0 else np.nan,
+        "client_busy_share_max_100ms": known.client_busy_share_max_100ms,
+        "client_longest_turn_ms": _ms(known.client_longest_turn_s),
+        "client_p99_read_lag_ms": _ms(known.client_p99_read_lag_s),
         "peak_inflight": known.peak_inflight,
         "inflight_integral_s": known.inflight_integral_s,
         "tokens_out": float(np.nansum(derived["output_tokens"].to_numpy(dtype=np.float64)[completed])),
@@ -286,6 +307,10 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         "good": None if rows[0]["good"] is None else sum(row["good"] for row in rows),
         # Each repeat has a clock of its own. One in which nothing was received has no duration.
         "duration_s": float(np.nansum([row["duration_s"] for row in rows])) or np.nan,
+        **{
+            name: max((row[name] for row in rows if row[name] is not None), default=None)
+            for name in _CLIENT_LOAD
+        },
         "peak_inflight": max(row["peak_inflight"] for row in rows) if is_measured else None,
         **_steadiness(warm_ups),
         "repeats_needed": _repeats_needed(rows),
@@ -295,6 +320,10 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         np.concatenate([repeat.ttft_after_start_s for repeat in repeats]),
     )
     return {**row, **raw, **_rates(row), **_latencies(together), **_intervals(samples, seed)}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _rates(row: Mapping[str, Any]) -> dict[str, float]:
@@ -307,6 +336,7 @@ def _rates(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         "reject_rate": row["rejected"] / offered,
         "error_rate": (row["error"] + row["timeout"] + row["incomplete"]) / offered,
+        "unserved_rate": (row["offered"] - row["completed"]) / offered,
         "good_share": good / offered,
         "request_goodput": good / duration_s,
         "request_throughput": row["completed"] / duration_s,
@@ -346,7 +376,10 @@ def _samples(derived: pd.DataFrame, completed: NDArray[np.bool_], kept: NDArray[
 
 
 def _measured(derived: pd.DataFrame, metric: str, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = derived[f"{metric}_s"].to_numpy(dtype=np.float64)[rows]
+    name = f"{metric}_s"
+    # A metric at a time: of a million requests all of them together are large.
+    source = derived if name in derived else derive(derived, [name])
+    values: NDArray[np.float64] = source[name].to_numpy(dtype=np.float64)[rows]
     return values[~np.isnan(values)]
 
 

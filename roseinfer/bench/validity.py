@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.load import CLOSED
-from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing
+from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing, check_reading
 from roseinfer.bench.records import Outcome
 
 DEFAULT_MAX_ERROR_SHARE: Final = 0.01
@@ -62,7 +62,11 @@ class CellFacts:
     request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit of
     requests, `token_limit` for no limit of tokens, of which `peak_held_tokens` were held at most;
     `started_utc` is the cell's time zero in ISO 8601.
+    `earlier_slots` were taken by tries of requests that were tried again, which held them for `earlier_held_s` together.
     `interrupted_s` is when a user stopped it, in seconds from time zero; a closed loop has then offered what it sent.
+    Of a client of a server, `client_busy_share_max_100ms` is the share of its busiest 100 ms in which it did not wait,
+    `client_longest_turn_s` the longest that it did not look for what came, and `client_p99_read_lag_s` how long what it
+    read may have lain there at most; None where nobody says.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
     `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
@@ -80,7 +84,12 @@ class CellFacts:
     ran_out_s: float | None = None
     token_limit: int | None = None
     peak_held_tokens: int | None = None
+    earlier_slots: int = 0
+    earlier_held_s: float = 0.0
     interrupted_s: float | None = None
+    client_busy_share_max_100ms: float | None = None
+    client_longest_turn_s: float | None = None
+    client_p99_read_lag_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -105,9 +114,10 @@ def check_cell(
         *_inflight(requests, facts),
         *_stages(requests),
         *check_pacing(requests),
+        *check_reading(requests, facts.client_p99_read_lag_s),
         *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
-        # By the law of an idle engine whose slots are on record, and are all that is limited.
+        # By the law of an idle engine whose slots are on record, and are all that is limited; nobody came back.
         *(
             check_burst_law(requests, facts.limit)
             if facts.inflight_at_start == 0 and facts.token_limit is None and _counts_alone(requests)
@@ -117,6 +127,8 @@ def check_cell(
 
 
 def _counts_alone(requests: pd.DataFrame) -> bool:
+    if (requests["attempts"] > 1).any():
+        return False
     admission = requests["admission"].iloc[0]
     return pd.isna(admission) or parse_admission(admission).is_count_alone
 
@@ -168,8 +180,9 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     unearned = index[freed & ~taken]
     if unearned.size:
         found.append(f"{_count(unearned.size, 'slot')} released and never taken{_which(unearned)}")
-    held_s = float(np.nansum(released_s - reserved_s))
-    tolerance_s = _INTEGRAL_RELATIVE * facts.inflight_integral_s + _INTEGRAL_S_PER_ATTEMPT * int(taken.sum())
+    held_s = float(np.nansum(released_s - reserved_s)) + facts.earlier_held_s
+    slots = int(taken.sum()) + facts.earlier_slots
+    tolerance_s = _INTEGRAL_RELATIVE * facts.inflight_integral_s + _INTEGRAL_S_PER_ATTEMPT * slots
     # Written so that a NaN integral is a failure too.
     if not abs(facts.inflight_integral_s - held_s) <= tolerance_s:
         found.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -115,11 +115,15 @@ class WorkloadSource:
             classes=requests.classes,
         )
 
+    def _is_drawn_in_blocks(self, cell: Cell) -> bool:
+        is_given = self._replay is not None or self._experiment.trace is not None or self._given is not None
+        is_bursty = cell.burst_size is not None or cell.request_rate is None
+        return not (is_given or self._experiment.load.is_closed or is_bursty)
+
     def blocks(self, cell: Cell, repeat: int) -> Iterator[Workload]:
         """What `draw` draws, without prompts and in blocks of BLOCK_ROWS, for workloads larger than memory."""
         load, options = self._experiment.load, self._experiment.options
-        is_given = self._replay is not None or self._experiment.trace is not None or self._given is not None
-        if is_given or load.is_closed or cell.burst_size is not None or cell.request_rate is None:
+        if not self._is_drawn_in_blocks(cell):
             drawn = self.draw(cell, repeat)
             times, every = drawn.scheduled_s, range(0, len(drawn.prompt_tokens), BLOCK_ROWS)
             for rows in (slice(first, first + BLOCK_ROWS) for first in every):
@@ -131,6 +135,7 @@ class WorkloadSource:
                     classes=None if drawn.classes is None else drawn.classes.rows(rows),
                 )
             return
+        assert cell.request_rate is not None
         assert cell.prompt_len is not None
         assert cell.output_len is not None
         assert load.arrival is not None
@@ -156,18 +161,42 @@ class WorkloadSource:
 
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
+        return pd.concat([*self.table_blocks()], ignore_index=True)
+
+    def table_blocks(self) -> Iterator[pd.DataFrame]:
+        """`table` in parts, drawn anew: for a workload larger than memory, parts of BLOCK_ROWS."""
+        load, repeats = self._experiment.load, self._experiment.options.repeats
         shapes = dict.fromkeys(cell.shape for cell in self._experiment.cells)
-        drawn = [
-            (shape, self._rows(shape, repeat))
-            for repeat in range(self._experiment.options.repeats)
-            for shape in shapes
-        ]
-        load = self._experiment.load
-        cut = sum(cuts_burst(load, shape, rows["scheduled_s"].to_numpy()) for shape, rows in drawn)
-        if cut:
-            note = f"--num-requests {load.num_requests} cuts the last burst short in {cut} of {len(drawn)} schedules."
-            self.notes = [*self.notes, note]
-        return pd.concat([rows for _, rows in drawn], ignore_index=True)
+        cut = 0
+        for repeat in range(repeats):
+            for shape in shapes:
+                if self._is_drawn_in_blocks(shape):
+                    first = 0
+                    for block in self.blocks(shape, repeat):
+                        yield self._block_rows(shape, block, first)
+                        first += len(block.prompt_tokens)
+                else:
+                    requests = self._requests(shape, repeat)
+                    if requests.scheduled_s is not None:
+                        cut += cuts_burst(load, shape, requests.scheduled_s)
+                    yield _rows(shape, repeat, requests)
+        drawn = repeats * len(shapes)
+        note = f"--num-requests {load.num_requests} cuts the last burst short in {cut} of {drawn} schedules."
+        if cut and note not in self.notes:
+            self.notes.append(note)
+
+    def _block_rows(self, shape: Cell, block: Workload, first: int) -> pd.DataFrame:
+        requests = Requests(
+            scheduled_s=block.scheduled_s,
+            prompt_tokens=block.prompt_tokens,
+            output_tokens=block.output_tokens,
+            texts=None,
+            prompt_seed=block.prompt_seed,
+            prefix_tokens=self._experiment.load.prefix_tokens,
+            arrival=block.arrival,
+            classes=block.classes,
+        )
+        return _rows(shape, block.repeat, requests, first)
 
     def _requests(self, shape: Cell, repeat: int) -> Requests:
         load, seed = self._experiment.load, self._experiment.options.seed
@@ -229,33 +258,35 @@ class WorkloadSource:
 
         return OnDemand(make, len(requests.prompt_tokens))
 
-    def _rows(self, shape: Cell, repeat: int) -> pd.DataFrame:
-        requests = self._requests(shape, repeat)
-        n = len(requests.prompt_tokens)
-        times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
-        classes = requests.classes
-        of_classes: dict[str, Any] = {}  # no columns where all are alike, as before there were classes
-        if classes is not None:
-            of_classes["priority"] = pd.Categorical.from_codes(classes.places, list(classes.names)).astype("string")
-            of_classes["priority_rank"] = classes.places
-        return pd.DataFrame(
-            {
-                "repeat": np.full(n, repeat, np.int32),
-                "burst_size": pd.array([shape.burst_size] * n, dtype="Int64"),
-                "prompt_len": pd.array([shape.prompt_len] * n, dtype="Int64"),
-                "output_len": pd.array([shape.output_len] * n, dtype="Int64"),
-                "request_rate": np.full(n, shape.request_rate, np.float64),
-                "arrival": pd.array([requests.arrival] * n, dtype="string"),
-                "request_index": np.arange(n, dtype=np.int64),
-                "scheduled_s": times,
-                "prompt_tokens": requests.prompt_tokens,
-                "output_tokens": requests.output_tokens,
-                "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
-                "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
-                "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
-                **of_classes,
-            }
+
+def _rows(shape: Cell, repeat: int, requests: Requests, first: int = 0) -> pd.DataFrame:
+    n = len(requests.prompt_tokens)
+    times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
+    classes = requests.classes
+    of_classes: dict[str, Any] = {}  # no columns where all are alike, as before there were classes
+    if classes is not None:
+        of_classes["priority"] = pd.Categorical.from_codes(classes.places, list(classes.names)).astype(
+            "string"
         )
+        of_classes["priority_rank"] = classes.places
+    return pd.DataFrame(
+        {
+            "repeat": np.full(n, repeat, np.int32),
+            "burst_size": pd.array([shape.burst_size] * n, dtype="Int64"),
+            "prompt_len": pd.array([shape.prompt_len] * n, dtype="Int64"),
+            "output_len": pd.array([shape.output_len] * n, dtype="Int64"),
+            "request_rate": np.full(n, shape.request_rate, np.float64),
+            "arrival": pd.array([requests.arrival] * n, dtype="string"),
+            "request_index": np.arange(first, first + n, dtype=np.int64),
+            "scheduled_s": times,
+            "prompt_tokens": requests.prompt_tokens,
+            "output_tokens": requests.output_tokens,
+            "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
+            "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
+            "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
+            **of_classes,
+        }
+    )
 
 
 def _told_of_refused_users(experiment: Experiment) -> list[str]:
@@ -274,8 +305,11 @@ def _told_of_refused_users(experiment: Experiment) -> list[str]:
     return [note]
 
 
-def workload_sha256(table: pd.DataFrame) -> str:
-    """A hash of a workload table's contents."""
-    digest = hashlib.sha256(",".join(table.columns).encode())
-    digest.update(pd.util.hash_pandas_object(table, index=False).to_numpy().tobytes())
+def workload_sha256(blocks: Iterable[pd.DataFrame]) -> str:
+    """A hash of the contents of a workload table, which comes in parts."""
+    digest = hashlib.sha256()
+    for place, block in enumerate(blocks):
+        if not place:
+            digest.update(",".join(block.columns).encode())
+        digest.update(pd.util.hash_pandas_object(block, index=False).to_numpy().tobytes())
     return digest.hexdigest()

@@ -51,23 +51,26 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 """Parameters of the APIs and of other servers that are not served, with the values that change nothing."""
 
 
-_NUMBERS: Final = re.compile(rb"\[[-+.\deE,\s]*\]")
-
-
 def refuse_doubled_names(content: bytes) -> None:
     """Raises InputError for a name that a JSON object holds twice: all parsers drop one of its values unsaid.
 
     `content` is valid JSON. Token ids hold no name, and would take as long as all else.
     """
-    json.loads(_NUMBERS.sub(b"[]", content), object_pairs_hook=_without_doubles)
+    _NAMES.decode(_NUMBERS.sub(b"[]", content).decode())
 
 
 def _without_doubles(pairs: list[tuple[str, object]]) -> None:
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise InputError(name, None, "is there twice")
-        seen.add(name)
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        for name in names:
+            if name in seen:
+                raise InputError(name, None, "is there twice")
+            seen.add(name)
+
+
+_NUMBERS: Final = re.compile(rb"\[[-+.\deE,\s]*\]")
+_NAMES: Final = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
 class BodyLimits(NamedTuple):

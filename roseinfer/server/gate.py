@@ -58,7 +58,7 @@ class Gate:
             if refusal is not None:
                 # A client that asks first whether its body is wanted sends none. Of others it is still read, and
                 # dropped: a socket closed on them would drop the answer.
-                close = {"connection": "close"} if _header(scope, b"expect") else {}
+                close = {"connection": "close"} if b"expect" in dict(scope["headers"]) else {}
                 await refusal.response(close)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive_some, send_with_id)
@@ -74,21 +74,17 @@ class Gate:
                 )
 
     def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = dict(scope["headers"])
         if self._key is not None and scope["path"] not in OPEN_PATHS:
-            has_key = hmac.compare_digest(_header(scope, b"authorization"), self._key)
+            has_key = hmac.compare_digest(headers.get(b"authorization", b""), self._key)
             if not has_key:
                 return Refusal(401, "no valid API key: send Authorization: Bearer KEY", "invalid_api_key")
         if scope["query_string"]:
             query = scope["query_string"].decode("latin-1")
             name = next(iter(parse_qs(query, True)), "") or query
             return Refusal(400, f"{name}: nothing is asked for in the URL", "invalid_value", name)
-        length = _header(scope, b"content-length")
+        length = headers.get(b"content-length", b"")
         return self._too_large() if length.isdigit() and int(length) > self._max_body_bytes else None
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"the body has over {self._max_body_bytes} bytes", "body_too_large")
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    """The last of this name, b"" if there is none."""
-    return next((value for name, value in reversed(scope["headers"]) if name == wanted), b"")

@@ -64,7 +64,7 @@ def refusal_of(error: BaseException, *, draining: bool = False) -> Refusal:
     if isinstance(error, SchedulerManagerOverloadedError):
         reason = _HTTP_REASONS.get(error.reason, error.reason)
         more = {"limit": error.limit, "measured": error.measured, "inflight": error.inflight}
-        if error.reason != "inflight":
+        if error.reason in ("tokens", TOKENS_NEVER_FIT):
             more["requested"] = error.asked
         return Refusal(429, str(error), reason, None, reason, error.retry_after_s, more)
     if isinstance(error, ManagerClosedError):

@@ -59,9 +59,7 @@ class Service:
         """Requests are taken, as far as there are slots."""
         return self.is_alive and not self.draining
 
-    def accept(
-        self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> Generation:
+    def accept(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")

@@ -104,7 +104,7 @@ def test_of_an_even_number_of_cells_the_median_lies_between_the_middle_two() -> 
 @pytest.mark.parametrize("slow", ["measured", "predicted"])
 def test_both_sides_are_without_what_was_warm_up_where_it_was_measured(slow: str) -> None:
     """40 of 200 requests take a second longer at the start: of the prediction that is no warm-up."""
-    steady = served(np.arange(200) * 0.5, arrival="poisson", request_rate=2.0)
+    steady = served([0.5 * n for n in range(200)], arrival="poisson", request_rate=2.0)
     late = (steady["request_index"] < 40).astype(float)
     slower = steady.assign(received_first_s=steady["received_first_s"] + late)
     sides = {"measured": steady, "predicted": steady} | {slow: slower}

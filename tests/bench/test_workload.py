@@ -295,14 +295,14 @@ def test_the_table_keeps_the_text_only_where_the_user_gave_it() -> None:
     ],
 )
 def test_the_hash_tells_workloads_apart(change: dict[str, Any]) -> None:
-    assert workload_sha256(source().table()) == workload_sha256(source().table())
-    assert workload_sha256(source().table()) != workload_sha256(source(**change).table())
+    assert workload_sha256([source().table()]) == workload_sha256([source().table()])
+    assert workload_sha256([source().table()]) != workload_sha256([source(**change).table()])
 
 
 def test_the_hash_does_not_depend_on_the_limits() -> None:  # case C5
     tables = [source(max_inflight=limits).table() for limits in ("0", "0,4", "4,16")]
     pd.testing.assert_frame_equal(tables[0], tables[1])
-    assert len({workload_sha256(table) for table in tables}) == 1
+    assert len({workload_sha256([table]) for table in tables}) == 1
 
 
 @pytest.mark.parametrize(

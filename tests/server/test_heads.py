@@ -10,7 +10,7 @@ import pytest
 
 from roseinfer.errors import SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
-from tests.scripted import ScriptedEngine
+from tests.scripted import FakeClock, ScriptedEngine
 from tests.server.serving import PacedSteps, Served, an_app, complete, error_of, read_until, served, until
 
 STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "temperature": 0, "stream": True}
@@ -66,6 +66,29 @@ def test_a_request_that_is_dropped_while_it_waits_is_a_429(stream: bool) -> None
     assert (found["code"], found["reason"]) == ("queue-timeout", "queue-timeout")
     assert 'roseinfer_refusals_total{reason="queue-timeout"} 1.0' in metrics
     assert 'roseinfer_requests_total{finish_reason="refused"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_for_too_long_is_a_429(stream: bool) -> None:
+    steps, clock = PacedSteps(), FakeClock()
+    with (
+        served(ScriptedEngine(steps), max_batch_size=1, admission="queue-timeout:2s", clock=clock) as one,
+        steps,
+        one.send({"prompt": "x", "max_tokens": 8, "stream": True}) as running,
+    ):
+        steps.entered.acquire()
+        read_until(running, b"\r\n\r\n")
+        waiting = one.send({"prompt": "x", "stream": stream})
+        until(lambda: one.manager.inflight == 2)
+        steps.permits.release()
+        steps.entered.acquire()  # the engine has seen the other
+        clock.now = 3.0
+        steps.permits.release()
+        head, _, content = read_until(waiting, b"}}").partition(b"\r\n\r\n")
+        waiting.close()
+    assert head.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: " in head
+    assert json.loads(content)["error"]["code"] == "queue-timeout"
 
 
 def test_an_engine_that_fails_at_the_first_step_ends_a_begun_stream_with_an_error() -> None:  # cases B16, D7

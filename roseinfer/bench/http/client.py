@@ -20,9 +20,12 @@ from math import inf
 from random import Random
 from typing import Final, Self
 
+import numpy as np
+
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
 from roseinfer.bench.http.connection import MOST_READY, Breakage, Connection, Pool, breakage_of
 from roseinfer.bench.http.exchange import (
+    ClientLoad,
     Endpoint,
     Failure,
     HttpAttempt,
@@ -31,10 +34,12 @@ from roseinfer.bench.http.exchange import (
     RetryPolicy,
 )
 from roseinfer.bench.http.incoming import Incoming
+from roseinfer.bench.http.loop_load import LoopLoad
 from roseinfer.bench.http.wire import request_bytes, request_head
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
 from roseinfer.bench.rows import INTERRUPTED, unsent_because
-from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible
+from roseinfer.bench.stats import percentile
+from roseinfer.bench.termination import Interruption, held, interruptible
 
 MOST_SENDS: Final = 256
 """Sent in a row before something is read: a client that is late must not go deaf as well."""
@@ -161,12 +166,11 @@ class HttpClient:
                 self._until_s = self._t0 + load.duration_s
         interrupted_s = None
         with held(), _no_gc():
-            began_s, began_cpu_s = clock(), time.thread_time()
+            self._loop_load = LoopLoad(clock())
             try:
                 self._run()
             except Interruption:
                 interrupted_s = self._give_up_all()
-            busy_share = (time.thread_time() - began_cpu_s) / (clock() - began_s)
             for answer in self._waiting:
                 answer.understand()
         return HttpPlayed(
@@ -176,11 +180,18 @@ class HttpClient:
             self._peak_outstanding,
             self._pool.opened,
             self._resent,
-            busy_share,
+            self._client_load(),
             self._refill_lags_s,
             self._ran_out_s,
             interrupted_s,
         )
+
+    def _client_load(self) -> ClientLoad:
+        load = self._loop_load
+        lags_s = np.frombuffer(load.read_lags_s)
+        p99_s = percentile(lags_s, 99) if lags_s.size else None
+        share = load.busy_share
+        return ClientLoad(share, max(load.busy_share_max, share), load.longest_turn_s, p99_s)
 
     def _most_at_once(self) -> int:
         cap = inf if self._load.max_concurrency is None else self._load.max_concurrency
@@ -311,18 +322,20 @@ class HttpClient:
 
     def _hear(self) -> None:
         """Waits for something to come, or for something to do, and sees to what came."""
-        patience_s = self._patience_s()
+        until_s = self._waits_until_s()
+        began_s = clock()
         with interruptible():
-            ready = self._pool.ready(patience_s)
+            ready = self._pool.ready(until_s)
+        self._loop_load.waited(began_s, clock())
         for connection, received_s, data in self._receive(ready):
             self._see_to(connection, received_s, data)
             if clock() >= self._wake_s and self._pool.has_idle:
                 self._send_due()
 
-    @staticmethod
-    def _receive(ready: list[Connection]) -> list[tuple[Connection, float, bytes | Breakage | None]]:
+    def _receive(self, ready: list[Connection]) -> list[tuple[Connection, float, bytes | Breakage | None]]:
         """Reads all before any of it is understood: what waits unread has no time yet."""
         came: list[tuple[Connection, float, bytes | Breakage | None]] = []
+        read_lags_s, since_s = self._loop_load.read_lags_s, self._loop_load.since_s
         for connection in ready:
             data: bytes | Breakage | None = None
             if connection.is_open:
@@ -330,7 +343,9 @@ class HttpClient:
                     data = connection.receive()
                 except OSError as error:
                     data = breakage_of(error)
-            came.append((connection, clock(), data))
+            now = clock()
+            came.append((connection, now, data))
+            read_lags_s.append(now - since_s)
         return came
 
     def _see_to(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
@@ -340,14 +355,14 @@ class HttpClient:
         else:
             self._take(connection, received_s, data)
 
-    def _patience_s(self) -> float:
+    def _waits_until_s(self) -> float:
         if len(self._ready) < self._n_ahead and (made := [*islice(self._bodies, 1)]):
             self._ready += made
-            return 0.0
+            return -inf
         moment_s = self._wake_s
         if self._deadlines:
             moment_s = min(moment_s, self._deadlines[0].deadline_s)
-        return min(max(0.0, moment_s - clock()), LONGEST_WAIT_S)
+        return moment_s
 
     def _take(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
         if connection.is_closed:
@@ -451,7 +466,7 @@ class HttpClient:
     def _give_up_all(self) -> float:
         """What is there by now, unread maybe, is all that there will be. Returns when that was (clock seconds)."""
         for _ in range(0, len(self._pool.connections), MOST_READY):
-            for connection, received_s, data in self._receive(self._pool.ready(0)):
+            for connection, received_s, data in self._receive(self._pool.ready(-inf)):
                 self._see_to(connection, received_s, data)
         now = clock()
         for connection, exchange in list(self._tries.items()):

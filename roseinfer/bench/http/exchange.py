@@ -99,12 +99,25 @@ class RetryPolicy(Protocol):
         ...
 
 
+class ClientLoad(NamedTuple):
+    """How busy a client was: the share of its time in which it did not wait, and that of its busiest 100 ms.
+
+    `longest_turn_s` is the longest that it did not look for what came. What it read may have lain there for
+    `p99_read_lag_s` before, by the 99th percentile over all reads: in the times that it received something at. None
+    where it read nothing. Of several processes each figure is the worst.
+    """
+
+    busy_share: float
+    busy_share_max_100ms: float
+    longest_turn_s: float
+    p99_read_lag_s: float | None
+
+
 class HttpPlayed(NamedTuple):
     """What a client saw, in the order of arrival. `t0` is time zero in clock seconds.
 
     `resent` counts the requests that went out on an idle connection as the server closed it, and again on a new one:
-    each of the two is a try. `busy_share` is the CPU seconds of the client's threads over the seconds that it ran:
-    near 1 it was the bottleneck. `interrupted_s` (clock seconds) is when a user ended it all, None where nobody
+    each of the two is a try. `interrupted_s` (clock seconds) is when a user ended it all, None where nobody
     did. The rest is as in `bench.client.Played`.
     """
 
@@ -114,7 +127,7 @@ class HttpPlayed(NamedTuple):
     peak_outstanding: int
     connections: int
     resent: int
-    busy_share: float
+    client_load: ClientLoad
     refill_lags_s: list[float]
     ran_out_s: float | None
     interrupted_s: float | None = None

@@ -78,8 +78,8 @@ def attempt_rows(request_index: int, request: HttpRequest, t0: float) -> Iterato
 def outcome_of(attempt: HttpAttempt) -> Outcome:
     """Refused are a 429, and a 503 for want of room: also one that a server thought of after its 200, before any text.
 
-    The client's deadline is a timeout, as is that of a server's queue; what a user cut short is incomplete; all else that is no whole answer is an
-    error.
+    The client's deadline is a timeout, as is that of a server's queue; what a user cut short is incomplete; all else
+    that is no whole answer is an error.
     """
     if attempt.failure is None:
         return Outcome.COMPLETED

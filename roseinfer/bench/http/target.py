@@ -146,11 +146,14 @@ class HttpTarget:
                 peak_outstanding=played.peak_outstanding,
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
+                client_busy_share_max_100ms=played.client_load.busy_share_max_100ms,
+                client_longest_turn_s=played.client_load.longest_turn_s,
+                client_p99_read_lag_s=played.client_load.p99_read_lag_s,
                 interrupted_s=None if played.interrupted_s is None else played.interrupted_s - t0,
             ),
             notes={
                 "client": {
-                    "busy_share": played.busy_share,
+                    **played.client_load._asdict(),
                     "connections": played.connections,
                     "resent": played.resent,
                     "workers": options.client_workers,
@@ -210,7 +213,9 @@ class HttpTarget:
 
         def make(index: int) -> bytes:
             prompt = workload.prompts[index]
-            asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+            asked: dict[str, Any] = (
+                {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+            )
             asked["max_tokens"] = int(workload.output_tokens[index])
             if classes is not None:
                 asked["priority"] = int(classes.places[index])

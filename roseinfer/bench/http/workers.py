@@ -19,7 +19,7 @@ from typing import Final
 from roseinfer.bench.client import LEAD_S
 from roseinfer.bench.http.answers import count_single_tokens
 from roseinfer.bench.http.client import HttpClient, clock
-from roseinfer.bench.http.exchange import Endpoint, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.http.exchange import ClientLoad, Endpoint, HttpPlayed, HttpRequest, RetryPolicy
 from roseinfer.bench.http.parent import tie_to
 from roseinfer.bench.load import Load
 from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible, without_ctrl_c
@@ -171,10 +171,20 @@ def _merged(shares: list[HttpPlayed], t0: float, started: datetime) -> HttpPlaye
         _count_outstanding(requests),
         sum(share.connections for share in shares),
         sum(share.resent for share in shares),
-        max(share.busy_share for share in shares),
+        _worst(shares),
         [],
         None,
         min((share.interrupted_s for share in shares if share.interrupted_s is not None), default=None),
+    )
+
+
+def _worst(shares: list[HttpPlayed]) -> ClientLoad:
+    loads = [share.client_load for share in shares]
+    return ClientLoad(
+        max(load.busy_share for load in loads),
+        max(load.busy_share_max_100ms for load in loads),
+        max(load.longest_turn_s for load in loads),
+        max((load.p99_read_lag_s for load in loads if load.p99_read_lag_s is not None), default=None),
     )
 
 

@@ -247,12 +247,12 @@ def test_the_limit_of_open_files_is_what_it_was() -> None:
 
 
 def test_a_client_that_has_nothing_to_do_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:  # case K4
-    waits: list[float | None] = []
+    waits: list[float] = []
     ready = Pool.ready
 
-    def noted(self: Pool, wait_s: float | None) -> list[Connection]:
-        waits.append(wait_s)
-        return ready(self, wait_s)
+    def noted(self: Pool, until_s: float) -> list[Connection]:
+        waits.append(until_s)
+        return ready(self, until_s)
 
     monkeypatch.setattr(Pool, "ready", noted)
     with ScriptedServer(answering(TWO_TOKENS)) as server:

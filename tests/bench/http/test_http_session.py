@@ -17,6 +17,7 @@ import pytest
 
 from roseinfer.bench import session
 from roseinfer.bench.http import target, workers
+from roseinfer.bench.http.exchange import ClientLoad
 from roseinfer.bench.store import RunFolder
 from tests.bench.asking import Answer, Ask
 from tests.bench.http.openai_server import OpenAiServer, Said, refusal, two_tokens
@@ -187,10 +188,17 @@ def test_a_client_that_was_busy_all_the_time_says_so(  # case K6
     run: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = workers.play
-    monkeypatch.setattr(target, "play", lambda *a, **k: real(*a, **k)._replace(busy_share=0.93))
+    monkeypatch.setattr(
+        target,
+        "play",
+        lambda *a, **k: real(*a, **k)._replace(client_load=ClientLoad(0.2, 0.93, 0.012, 0.001)),
+    )
     with OpenAiServer() as server:
         answer = run(server.url)
-    assert "the client was busy 93 % of the time" in answer.out
+    assert (
+        "the client was busy for 93 % of its busiest 100 ms, and did not look for what came for up to 12.0 ms"
+        in (answer.out)
+    )
     assert answer.code == 0
 
 
