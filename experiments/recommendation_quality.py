@@ -116,10 +116,10 @@ def draw(seed: int, folder: Path) -> Drawn:
     return Drawn(", ".join(words), flags, slo)
 
 
-def outcome(drawn: Drawn, seed: int, repeats: int = 8, fine: Sequence[int | None] = FINE) -> Outcome:
-    """Sweeps twice: with `seed`, and all limits of `fine` with another seed."""
+def outcome(drawn: Drawn, seed: int, repeats: int) -> Outcome:
+    """Sweeps twice: with `seed`, and all limits with another seed."""
     coarse = _swept(drawn, COARSE, seed=seed, repeats=repeats)
-    exhaustive = _swept(drawn, fine, seed=seed + 1, repeats=repeats)
+    exhaustive = _swept(drawn, FINE, seed=seed + 1, repeats=repeats)
     own = [
         one for one in exhaustive.evidence if coarse.chosen is not None and one.limit == coarse.chosen.limit
     ]
@@ -166,13 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--workloads", type=int, default=WORKLOADS)
     parser.add_argument("--seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--repeats", type=int, default=8)
     asked = parser.parse_args()
     right = 0
     print(f"{'coarse':>9}  {'fine':>9}  within  regret  goal                      workload")
     for seed in range(asked.seed, asked.seed + asked.workloads):
         with tempfile.TemporaryDirectory(prefix="recommendation-") as aside:
             drawn = draw(seed, Path(aside))
-            found = outcome(drawn, seed)
+            found = outcome(drawn, seed, asked.repeats)
         right += found.is_within_a_step
         labels = ["none" if one.chosen is None else limit_label(one.chosen.limit) for one in found[:2]]
         within, regret = "yes" if found.is_within_a_step else "NO", f"{found.regret:.1f}"

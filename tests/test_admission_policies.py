@@ -21,7 +21,7 @@ MS_A_TOKEN = CostModel("a millisecond a prompt token", StepCost(0.0, 0.001, 0.0,
 class PlainForecast(Forecast):
     """A millisecond for each prompt token that is not computed yet: the door is tested here, not the prediction."""
 
-    def ttft_s(self, prompt_tokens: int) -> float:
+    def ttft_s(self, prompt_tokens: int, into_step_s: float | None = None) -> float:
         return 0.001 * (self.backlog.prefill_tokens + prompt_tokens)
 
 

@@ -77,7 +77,7 @@ def draw_forecast(data: pd.DataFrame, caption: Caption) -> Figure:
         _draw_panel(axes, rows)
         first = rows.iloc[0]
         axes.set_title(
-            f"{limit_title(limit)}\nmedian error {100 * first['median_error']:+.0f} %,"
+            f"{limit_title(limit)}\nmedian error {round(100 * first['median_error']):+d} %,"
             f" {100 * first['median_size']:.0f} % in size",
             loc="left",
         )
@@ -97,7 +97,7 @@ def draw_forecast(data: pd.DataFrame, caption: Caption) -> Figure:
 
 
 def _draw_panel(axes: Axes, rows: pd.DataFrame) -> None:
-    most = 1.05 * float(rows[["predicted_ms", "actual_ms"]].max(axis=None))
+    most = 1.05 * float(rows[["predicted_ms", "actual_ms"]].to_numpy().max())
     predicted, actual = rows["predicted_ms"].to_numpy(), rows["actual_ms"].to_numpy()
     axes.plot([0, most], [0, most], color=GREY, linestyle="--", linewidth=1)
     axes.plot(predicted, actual, ".", color=BLUE, alpha=0.3, markersize=4, label="requests")

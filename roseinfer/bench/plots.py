@@ -47,8 +47,9 @@ def draw_all(
 
     `requests` holds rows of REQUEST_SCHEMA, `summary` one row per cell and repeat and a pooled one per cell
     (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained), `workload` all that
-    was to be sent (None: nobody knows the prompts of refused requests), `prediction_errors` those of `prediction.errors` (None: nothing was predicted). Returns the files in the order of
-    writing. Raises RunError if `folder` cannot be written.
+    was to be sent (None: nobody knows the prompts of refused requests), `prediction_errors` those of
+    `prediction.errors` (None: nothing was predicted). Returns the files in the order of writing. Raises RunError if
+    `folder` cannot be written.
     """
     points = points_data(summary)
     figures: list[_FigureOf] = [

@@ -2,8 +2,8 @@
 
 It needs `scheduled_s` (all null: a closed loop), `output_tokens`, and `prompt_tokens` or `prompt` (text). A run's
 own table also says to which repeat and which shape of cell a row belongs, how the requests arrived, and what
-their texts follow from (`prompt_seed`, `prefix_tokens`). Requests of several classes have the name of theirs in `priority`
-and its place, 0 for the highest, in `priority_rank`.
+their texts follow from (`prompt_seed`, `prefix_tokens`). Where requests have classes, `priority` is the name of each
+one's and `priority_rank` its place, 0 for the highest.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def read_replay(path: Path) -> Replay:
 
 
 def _class_names(path: Path, table: pd.DataFrame) -> tuple[str, ...] | None:
-    """The names of the classes by their rank; None where there are none. A rank that no request has has a made-up one."""
+    """The names of the classes by their rank, None where there are none; a rank that no request has gets one too."""
     for name, other in (("priority", "priority_rank"), ("priority_rank", "priority")):
         if name in table and other not in table:
             raise _wrong(path, f"has a {name} and no {other}")

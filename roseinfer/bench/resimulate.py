@@ -24,7 +24,15 @@ from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import CostModel
 
 _KEPT: Final = (
-    *("max_inflight", "admission", "scheduling", "max_active_requests", "max_batch_size", "pretok", "tokenize_workers"),
+    *(
+        "max_inflight",
+        "admission",
+        "scheduling",
+        "max_active_requests",
+        "max_batch_size",
+        "pretok",
+        "tokenize_workers",
+    ),
     *("duration", "max_concurrency", "timeout", "seed", "repeats"),
 )
 """Fields of a run's configuration that its simulation has too. When to send what is in its workload."""

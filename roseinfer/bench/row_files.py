@@ -151,7 +151,7 @@ def read_parquet(path: Path, schema: Any = None) -> Any:
         with pq.ParquetFile(path) as file:
             return file.read()
     texts = [field.name for field in schema if pa.types.is_dictionary(field.type)]
-    with pq.ParquetFile(path, read_dictionary=texts) as file:
+    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False) as file:
         known = set(file.schema_arrow.names)
         return file.read(columns=[name for name in schema.names if name in known])
 

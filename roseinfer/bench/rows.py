@@ -77,7 +77,9 @@ class Attempt:
     unsent_because: str | None = None
     is_interrupted: bool = False
     predicted_ttft_s: float | None = None  # by the admission that let it in
-    earlier: list[Attempt] = field(default_factory=list)  # the tries of the same request before this, of the last
+    earlier: list[Attempt] = field(
+        default_factory=list
+    )  # the tries of the same request before this, of the last
 
 
 @dataclass
@@ -127,7 +129,8 @@ def factor_columns(
 
 def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
     """The columns of REQUEST_SCHEMA that one request fills, of which `attempt` is the last try; seconds from `t0`."""
-    scheduled_s = attempt.scheduled_s
+    first = attempt.earlier[0] if attempt.earlier else attempt
+    scheduled_s = first.scheduled_s
     if attempt.sent_s is None:
         return {
             "scheduled_s": scheduled_s,
@@ -136,7 +139,6 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "error": attempt.unsent_because,
             "ended_s": _since(t0, attempt.gave_up_s),
         }
-    first = attempt.earlier[0] if attempt.earlier else attempt
     assert first.sent_s is not None
     row: dict[str, Any] = {
         "scheduled_s": scheduled_s,
@@ -161,7 +163,9 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
     return row | {"admitted_s": returned_s} | _answer(attempt, t0)
 
 
-_OF_TRIES: Final = "ended_s outcome reject_reason error received_first_s received_last_s output_tokens".split()
+_OF_TRIES: Final = (
+    "ended_s outcome reject_reason error received_first_s received_last_s output_tokens".split()
+)
 
 
 def attempt_rows(request_index: int, last: Attempt, t0: float) -> Iterator[dict[str, Any]]:
@@ -170,13 +174,15 @@ def attempt_rows(request_index: int, last: Attempt, t0: float) -> Iterator[dict[
         if attempt.sent_s is None:
             return  # it was never sent
         row = request_row(replace(attempt, earlier=[]), t0)
-        refusal = attempt.failure or (attempt.deliveries and attempt.deliveries[-1][1][-1].error)
-        is_told = isinstance(refusal, SchedulerManagerOverloadedError)
+        refusal: BaseException | None = attempt.failure
+        if attempt.deliveries:
+            refusal = attempt.deliveries[-1][1][-1].error
+        hint_s = refusal.retry_after_s if isinstance(refusal, SchedulerManagerOverloadedError) else None
         yield {
             "request_index": request_index,
             "attempt": number,
             "sent_s": attempt.sent_s - t0,
-            "retry_after_s": refusal.retry_after_s if is_told else None,
+            "retry_after_s": hint_s,
             **{name: row.get(name) for name in _OF_TRIES},
         }
 

@@ -41,6 +41,9 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
+UNSAID: Final = "status_code finish_reason waiting_at_send chunk_tokens".split()
+"""Columns of requests that no sentence is made of."""
+
 UNEXPLAINED: Final = (
     "step plan_start_s published_s prefill_tokens prefill_attention_pairs decode_requests context_tokens"
     " cached_tokens waiting running kv_tokens inflight_limit"
@@ -98,9 +101,12 @@ class Session:
         if experiment.is_http:
             self._tokenizer = tokenizer_of(options.tokenizer)
             experiment.check_fits(MOST_TOKENS)
-        elif options.cost_model is None:
+        elif options.target != "sim":
             self._check_model()
+            if options.cost_model is not None:
+                CostModel.read(options.cost_model)  # what is wrong with it is said before a model loads
         else:
+            assert options.cost_model is not None
             self._simulated = SimTarget(CostModel.read(options.cost_model), experiment)
             experiment.check_fits(self._simulated.max_model_len)
             self._simulated.check_fitted()
@@ -192,7 +198,7 @@ class Session:
     def _conclude(self, summary: pd.DataFrame) -> None:
         assert self.folder is not None
         self.summary = summary
-        self._requests = self.folder.read_requests(without=measurement.UNUSED)
+        self._requests = self.folder.read_requests(without=UNSAID)
         self.conclusions = report.conclusions(summary)
         self.recommendations = []
 
@@ -359,6 +365,7 @@ def draw_figures(
     """
     from roseinfer.bench.figure_style import Caption
     from roseinfer.bench.plots import draw_all
+    from roseinfer.bench.who_is_refused import WORKLOAD_COLUMNS
 
     requests = folder.read_requests()
     if requests.empty:
@@ -377,6 +384,6 @@ def draw_figures(
         caption,
         place,
         steps=steps,
-        workload=folder.read_workload(),
+        workload=folder.read_workload(WORKLOAD_COLUMNS),
         prediction_errors=prediction_errors,
     )

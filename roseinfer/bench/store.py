@@ -295,13 +295,13 @@ class RunFolder:
         """One row per try, by (cell_id, repeat); none where clients did not retry."""
         return self._read(ATTEMPTS)
 
-    def read_workload(self) -> pd.DataFrame | None:
-        """The workload given to `compact`, of all cells and repeats; None before, or where there was none."""
-        if not (self.path / "workload.parquet").exists():
+    def read_workload(self, columns: Collection[str]) -> pd.DataFrame | None:
+        """These columns of the workload given to `compact`, of all cells and repeats; None before, or without one."""
+        path = self.path / "workload.parquet"
+        if not path.exists():
             return None
         with self._reported("could not read workload.parquet"):
-            workload: pd.DataFrame = read_parquet(self.path / "workload.parquet").to_pandas()
-            return workload
+            return pd.read_parquet(path, columns=list(columns))
 
     def read_summary(self) -> pd.DataFrame | None:
         """The summary given to `compact`; None before: make it from `read_requests` then."""

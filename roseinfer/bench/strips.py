@@ -26,7 +26,7 @@ from roseinfer.bench.figure_style import (
     share_text,
     span_text,
 )
-from roseinfer.bench.labels import label_cells, limits_of
+from roseinfer.bench.labels import NO_LIMIT, label_cells, limits_of
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.stats import percentile
 
@@ -113,7 +113,8 @@ def _draw_strips(
             scale_values(axes, values, strip.label, strip.unit, log=strip.log)
         texts = [_tick_text(limit, cells[cells["limit"] == limit], strips[0].is_p99) for limit in limits]
         panel[-1].set_xticklabels(texts)
-        panel[-1].set_xlabel("admission limit (max requests in flight)")
+        are_counts = all(limit.isdecimal() or limit == NO_LIMIT for limit in limits)
+        panel[-1].set_xlabel("admission limit (max requests in flight)" if are_counts else "admission policy")
     marks = [Line2D([], [], color=GREY, marker="o", linestyle="", label="one repeat")]
     if len(repeats) > 1:
         marks.append(Line2D([], [], color=GREY, linewidth=2, label="median of the repeats"))

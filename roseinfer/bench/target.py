@@ -10,7 +10,15 @@ import pandas as pd
 from roseinfer.bench.client import Client
 from roseinfer.bench.environment import GcPause, GcPauses
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.rows import CellInterrupted, CellResult, factor_columns, request_row, step_row
+from roseinfer.bench.rows import (
+    CellInterrupted,
+    CellResult,
+    EarlierTries,
+    attempt_rows,
+    factor_columns,
+    request_row,
+    step_row,
+)
 from roseinfer.bench.stats import spread_of
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
@@ -45,8 +53,13 @@ class InProcessTarget:
             with GcPauses(time.perf_counter) as gc_pauses, client:
                 inflight_at_start = manager.inflight
                 played = client.play()
-        client.note_timings(played)
+        client.note_timings()
         counts, t0 = manager.counts(), played.t0
+        earlier = EarlierTries()
+        for attempt in (one for last in played.attempts for one in last.earlier):
+            if attempt.timings is not None:
+                earlier.add(attempt.timings.reserved_s, attempt.timings.released_s)
+        tries = (row for index, last in enumerate(played.attempts) for row in attempt_rows(index, last, t0))
         is_one_text = self._experiment.options.prompt is not None
         factors = factor_columns(
             self.name, self._experiment.model_name, cell, workload, is_one_text=is_one_text
@@ -77,6 +90,8 @@ class InProcessTarget:
                 peak_held_tokens=counts.peak_held_tokens,
                 inflight_integral_s=counts.inflight_integral_s,
                 inflight_at_start=inflight_at_start,
+                earlier_slots=earlier.slots,
+                earlier_held_s=earlier.held_s,
                 started_utc=played.started_utc,
                 max_concurrency=load.max_concurrency,
                 peak_outstanding=played.peak_outstanding,
@@ -90,6 +105,7 @@ class InProcessTarget:
                 "gc": _gc_notes(gc_pauses.pauses, t0),
                 "refill_lag_s": spread_of(played.refill_lags_s),
             },
+            attempts=pd.DataFrame(list(tries)) if load.retries.is_on else None,
         )
         if played.interrupted_s is None:
             return result

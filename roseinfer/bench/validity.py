@@ -62,7 +62,7 @@ class CellFacts:
     request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit of
     requests, `token_limit` for no limit of tokens, of which `peak_held_tokens` were held at most;
     `started_utc` is the cell's time zero in ISO 8601.
-    `earlier_slots` were taken by tries of requests that were tried again, which held them for `earlier_held_s` together.
+    `earlier_slots` were taken by tries that others followed, which held them for `earlier_held_s` together.
     `interrupted_s` is when a user stopped it, in seconds from time zero; a closed loop has then offered what it sent.
     Of a client of a server, `client_busy_share_max_100ms` is the share of its busiest 100 ms in which it did not wait,
     `client_longest_turn_s` the longest that it did not look for what came, and `client_p99_read_lag_s` how long what it

@@ -22,6 +22,9 @@ LENGTH, PLACE = "prompt length", "place in burst"
 _TITLES: Final = {LENGTH: "By length of the prompt", PLACE: "By place in the burst"}
 _FIFTHS: Final = 5
 _KEYS: Final = ("repeat", *FACTORS[1:], "request_index")
+WORKLOAD_COLUMNS: Final = (*_KEYS, "prompt_tokens")
+"""What it needs of a workload."""
+
 _PANEL_IN: Final = (4.4, 3.0)
 
 
@@ -58,7 +61,7 @@ _COLUMNS: Final = ("combination", "limit", "axis", "fifth", "low", "high", "offe
 
 def _lengths(rows: pd.DataFrame, workload: pd.DataFrame) -> NDArray[np.float64]:
     """Tokens of the prompt that each row asked for."""
-    asked = workload[[*_KEYS, "prompt_tokens"]].astype(np.float64)
+    asked = workload[[*WORKLOAD_COLUMNS]].astype(np.float64)
     found = rows[list(_KEYS)].astype(np.float64).merge(asked, on=list(_KEYS), how="left")
     lengths: NDArray[np.float64] = found["prompt_tokens"].to_numpy()
     return lengths
@@ -91,7 +94,16 @@ def _shares(
     bounds = frame.groupby("fifth")["value"].agg(["min", "max"])  # of all limits: they had the same requests
     counts = frame.groupby(["limit", "fifth"], sort=False)["refused"].agg(["size", "sum"])
     return [
-        (combination, limit, axis, int(fifth) + 1, *bounds.loc[fifth], int(size), int(refused), refused / size)
+        (
+            combination,
+            limit,
+            axis,
+            int(fifth) + 1,
+            *bounds.loc[fifth],
+            int(size),
+            int(refused),
+            refused / size,
+        )
         for (limit, fifth), size, refused in sorted(counts.itertuples(name=None))
     ]
 
@@ -130,7 +142,9 @@ def _draw_panel(
         colour, marker = styles[limit]
         panel.plot(line["fifth"], 100 * line["share"], color=colour, marker=marker, markersize=5, label=limit)
     fifths = rows.drop_duplicates("fifth").sort_values("fifth")
-    panel.set_xticks(fifths["fifth"], [_range(*one) for one in zip(fifths["low"], fifths["high"], strict=True)])
+    panel.set_xticks(
+        fifths["fifth"], [_range(*one) for one in zip(fifths["low"], fifths["high"], strict=True)]
+    )
     panel.set_ylim(-4, 104)
     panel.set_ylabel("refused (% of offered)")
 

@@ -265,9 +265,7 @@ def _rows(shape: Cell, repeat: int, requests: Requests, first: int = 0) -> pd.Da
     classes = requests.classes
     of_classes: dict[str, Any] = {}  # no columns where all are alike, as before there were classes
     if classes is not None:
-        of_classes["priority"] = pd.Categorical.from_codes(classes.places, list(classes.names)).astype(
-            "string"
-        )
+        of_classes["priority"] = pd.array(np.array(classes.names)[classes.places], dtype="string")
         of_classes["priority_rank"] = classes.places
     return pd.DataFrame(
         {

@@ -19,7 +19,9 @@ from tests.bench.rows import facts_by_cell, measured
 CAPTION = Caption(model="m", machine="2 cores", run_id="run-7")
 
 
-def rows(admission: str = "tokens:64", n: int = 10, refused: tuple[int, ...] = (8, 9), **flags: Any) -> pd.DataFrame:
+def rows(
+    admission: str = "tokens:64", n: int = 10, refused: tuple[int, ...] = (8, 9), **flags: Any
+) -> pd.DataFrame:
     """A burst of which these were turned away."""
     made = measured(burst_size=n, **flags)
     made["admission"], made["cell_id"] = admission, admission
@@ -135,7 +137,10 @@ def test_a_run_draws_both(tmp_path: Path) -> None:
 
 def test_a_legend_of_long_names_takes_several_rows() -> None:
     many = pd.concat(
-        [rows(f"codel:target={ms}ms:interval=500ms+queue-timeout:{ms}s", refused=(9,)) for ms in range(10, 15)],
+        [
+            rows(f"codel:target={ms}ms:interval=500ms+queue-timeout:{ms}s", refused=(9,))
+            for ms in range(10, 15)
+        ],
         ignore_index=True,
     )
     figure = draw_who_is_refused(who_is_refused_data(many, None), CAPTION)

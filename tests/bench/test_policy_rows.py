@@ -117,7 +117,14 @@ def test_what_was_predicted_and_where_the_limit_stood_is_on_record(cost_file: Pa
 
 @pytest.mark.parametrize(
     "admission",
-    ["slo:ttft=300ms", "aimd:init=5", "queue-timeout:700ms", "inflight:4+priority", "tokens:50", "inflight:4"],
+    [
+        "slo:ttft=300ms",
+        "aimd:init=5",
+        "queue-timeout:700ms",
+        "inflight:4+priority",
+        "tokens:50",
+        "inflight:4",
+    ],
 )
 def test_the_law_of_a_count_judges_no_other_policy(cost_file: Path, admission: str) -> None:
     result = simulated(

@@ -176,7 +176,10 @@ def attempt_of(sent: Sent) -> Attempt:
         (SimLimits(max_inflight_requests=8, max_batch_size=3, max_model_len=64), 7),
         (
             SimLimits(
-                admission="aimd+priority+queue-timeout:3s", max_batch_size=3, max_model_len=64, cost_model=COST
+                admission="aimd+priority+queue-timeout:3s",
+                max_batch_size=3,
+                max_model_len=64,
+                cost_model=COST,
             ),
             5,
         ),
@@ -200,7 +203,7 @@ def test_a_row_is_what_a_real_client_would_have_written(limits: SimLimits, kinds
         expected = request_row(attempt_of(sent), 0.0)
         assert row == dict.fromkeys(SENT_COLUMNS) | expected | {"request_index": sent.index}
         outcomes.add((row["outcome"], row["output_tokens"], row["tokenized_s"] is None))
-        outcomes.add((row["reject_reason"], row["predicted_ttft_s"] is None))
+        outcomes.add((row["reject_reason"], row["predicted_ttft_s"] is None, True))
     assert len(outcomes) > kinds
 
 

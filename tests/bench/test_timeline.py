@@ -124,7 +124,7 @@ def test_a_limit_that_moves_is_drawn_as_it_moved() -> None:
         }
     )
     timeline = timeline_data(requests, steps)
-    at = {t: limit for t, limit in zip(timeline["time_s"], timeline["inflight_limit"], strict=True)}
+    at = dict(zip(timeline["time_s"], timeline["inflight_limit"], strict=True))
     assert at[0.0] == 5
     assert (at[1.2], at[1.7]) == (7, 4)
     assert timeline["inflight_limit"].iloc[-1] == 4

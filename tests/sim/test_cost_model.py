@@ -220,7 +220,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         ({"noise": NOISE | {"stall_probability": 1.5}}, "noise.stall_probability 1.5 must be a number"),
         ({"noise": NOISE | {"stalls_s": []}}, "noise.stall_probability 0.1 needs noise.stalls_s"),
         ({"noise": NOISE | {"stalls_s": [-1]}}, "noise.stalls_s[0] -1"),
-        ({"between_noise": NOISE | {"stalls_s": []}}, "between_noise.stall_probability 0.1 needs between_noise.s"),
+        (
+            {"between_noise": NOISE | {"stalls_s": []}},
+            "between_noise.stall_probability 0.1 needs between_noise.s",
+        ),
         ({"fitted": FITTED | {"runs": [1]}}, "fitted.runs[0] 1 must be a line of text"),
         ({"fitted": FITTED | {"steps": -1}}, "fitted.steps -1"),
         ({"fitted": FITTED | {"device": 7}}, "fitted.device 7"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import select
 import socket
 import ssl
 import struct
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
 from roseinfer.bench.http.alarm import Alarm
@@ -329,3 +332,14 @@ class Pool:
             else:
                 self._alarm.clear()
         return found
+
+
+@contextmanager
+def many_files() -> Iterator[None]:
+    """As many open files as this process may ask for: the usual 1,024 are fewer than there are connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

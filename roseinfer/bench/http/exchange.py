@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from random import Random
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 
 class Endpoint(NamedTuple):
@@ -89,14 +88,6 @@ class HttpRequest:
     inflight: int | None = None  # what this client had outstanding when it was first sent
     gave_up_s: float | None = None
     unsent_because: str | None = None
-
-
-class RetryPolicy(Protocol):
-    """Says whether a try is followed by another."""
-
-    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
-        """Seconds from the end of `attempt`, the last of `n_tries`, to the next try; None gives the request up."""
-        ...
 
 
 class ClientLoad(NamedTuple):

@@ -16,7 +16,6 @@ from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import find_model
 from roseinfer.bench.http.exchange import Failure, HttpPlayed
-from roseinfer.bench.http.retries import Retries
 from roseinfer.bench.http.rows import attempt_rows, request_row
 from roseinfer.bench.http.scrape import Scrape
 from roseinfer.bench.http.server_process import ServerProcess, command_for
@@ -25,6 +24,7 @@ from roseinfer.bench.http_options import BUILTIN_TOKENIZER
 from roseinfer.bench.load import Load
 from roseinfer.bench.prompts import OnDemand
 from roseinfer.bench.records import HTTP
+from roseinfer.bench.retries import Retrier
 from roseinfer.bench.rows import CellInterrupted, CellResult, factor_columns
 from roseinfer.bench.stats import spread_of
 from roseinfer.bench.target_flags import api_key
@@ -57,7 +57,6 @@ class HttpTarget:
         self._address = Address.parse(self._options.target)
         self._api_key = api_key(self._options)
         self._endpoint = self._address.endpoint(self._options.api, self._api_key)
-        self._policy = Retries(self._options.retry)
         self._model = self._options.model
         self._server: ServerProcess | None = None
         self._is_warm = False
@@ -161,7 +160,7 @@ class HttpTarget:
                 "refill_lag_s": spread_of(played.refill_lags_s),
                 "server_metrics": scrape.notes(),
             },
-            attempts=pd.DataFrame(list(tries)) if self._policy.is_on else None,
+            attempts=pd.DataFrame(list(tries)) if load.retries.is_on else None,
         )
 
     def _serve(self, cell: Cell) -> None:
@@ -195,8 +194,7 @@ class HttpTarget:
                 load,
                 scheduled_s,
                 self._bodies(workload),
-                self._policy,
-                seed=workload.prompt_seed,
+                Retrier(load.retries, workload.prompt_seed),
                 client_workers=self._options.client_workers,
             )
 

@@ -19,9 +19,10 @@ from typing import Final
 from roseinfer.bench.client import LEAD_S
 from roseinfer.bench.http.answers import count_single_tokens
 from roseinfer.bench.http.client import HttpClient, clock
-from roseinfer.bench.http.exchange import ClientLoad, Endpoint, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.http.exchange import ClientLoad, Endpoint, HttpPlayed, HttpRequest
 from roseinfer.bench.http.parent import tie_to
 from roseinfer.bench.load import Load
+from roseinfer.bench.retries import Retrier
 from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible, without_ctrl_c
 from roseinfer.errors import InputError, RunError
 
@@ -37,25 +38,25 @@ def play(
     load: Load,
     scheduled_s: list[float] | None,
     bodies: Sequence[bytes],
-    policy: RetryPolicy,
+    retrier: Retrier,
     *,
-    seed: int,
     client_workers: int = 1,
 ) -> HttpPlayed:
     """Sends `bodies` as `scheduled_s` (seconds from time zero; None: a closed loop) and `load` have it.
 
-    Whatever servers do is in what it returns. Raises RunError where a run is impossible, and InputError where
+    Each of `client_workers` is a client of its own, with its own budget of retries. Whatever servers do is in what it
+    returns. Raises RunError where a run is impossible, and InputError where
     workers are to share what cannot be shared: a closed loop, or a cap on what is outstanding.
     """
     if client_workers > 1:
         if scheduled_s is None or load.max_concurrency is not None:
             why = "cannot share --max-concurrency: its permits are one queue"
             raise InputError("--client-workers", client_workers, why)
-        played = _play_shares(endpoint, load, scheduled_s, bodies, policy, seed, client_workers)
+        played = _play_shares(endpoint, load, scheduled_s, bodies, retrier, client_workers)
     else:
         with held(), ExitStack() as stack:
             with interruptible():
-                client = HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed)
+                client = HttpClient(endpoint, load, scheduled_s, bodies, retrier)
                 stack.enter_context(client)
             played = client.play()
     count_single_tokens(request.tries[-1] for request in played.requests if request.tries)
@@ -67,8 +68,7 @@ def _play_shares(
     load: Load,
     scheduled_s: list[float],
     bodies: Sequence[bytes],
-    policy: RetryPolicy,
-    seed: int,
+    retrier: Retrier,
     n: int,
 ) -> HttpPlayed:
     with held(), ExitStack() as stack:
@@ -80,8 +80,9 @@ def _play_shares(
                     load,
                     scheduled_s[worker::n],
                     list(bodies[worker::n]),
-                    policy,
-                    f"{seed} {worker}",
+                    retrier,
+                    worker,
+                    n,
                 )
                 _start(share, workers, stack)
             for pipe in workers:
@@ -125,7 +126,7 @@ def _start(share: tuple[object, ...], workers: dict[Pipe, BaseProcess], stack: E
 
 
 def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], bodies: list[bytes],
-          policy: RetryPolicy, seed: str) -> None:  # fmt: skip
+          retrier: Retrier, worker: int, workers: int) -> None:  # fmt: skip
     """One worker: says when it is ready, is told time zero, returns what it played, until `_STOP` at most."""
     signal.signal(_STOP, signal.default_int_handler)
     parent = multiprocessing.parent_process()
@@ -134,7 +135,9 @@ def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], 
     tie_to(parent.pid)
     gc.freeze()
     with suppress(KeyboardInterrupt), held((_STOP,)):
-        with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
+        with HttpClient(
+            endpoint, load, scheduled_s, bodies, retrier, worker=worker, workers=workers
+        ) as client:
             pipe.send(None)
             played = client.play(pipe.recv())
         pipe.send(played)

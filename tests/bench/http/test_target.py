@@ -19,11 +19,11 @@ from roseinfer.bench.http.exchange import (
     HttpAttempt,
     HttpPlayed,
     HttpRequest,
-    RetryPolicy,
 )
 from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of
 from roseinfer.bench.load import Load
 from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, Outcome
+from roseinfer.bench.retries import Retrier
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import WorkloadSource
@@ -51,9 +51,8 @@ class Client:
         load: Load,
         scheduled_s: list[float] | None,
         bodies: Sequence[bytes],
-        policy: RetryPolicy,
+        retrier: Retrier,
         *,
-        seed: int,
         client_workers: int,
     ) -> HttpPlayed:
         assert scheduled_s is not None
