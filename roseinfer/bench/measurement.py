@@ -26,7 +26,6 @@ from roseinfer.bench.termination import held
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
 
-
 UNUSED: Final = "status_code prompt_tokens cached_tokens finish_reason waiting_at_send chunk_tokens".split()
 """Columns of requests that no figure is made of."""
 

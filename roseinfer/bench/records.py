@@ -255,11 +255,8 @@ def flattened(lists: pd.Series[Any], kind: pa.DataType) -> tuple[Any, NDArray[np
 
 def as_frame(table: pa.Table) -> pd.DataFrame:
     """A table of records as a frame. Lists stay as arrow holds them: an object a list is slow and large."""
-    table = table.unify_dictionaries()
     frame: pd.DataFrame = table.to_pandas(
         types_mapper=lambda kind: pd.ArrowDtype(kind) if pa.types.is_list(kind) else None,
         ignore_metadata=True,
-        split_blocks=True,  # columns without a null are not copied
-        self_destruct=True,
     )
     return frame

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -145,22 +145,9 @@ def row_groups(path: Path) -> Iterator[Any]:
             yield file.read_row_group(group)
 
 
-def read_parquet(path: Path, schema: Any = None) -> Any:
-    """The table, or those columns of `schema` that there are, texts as dictionaries where it has such."""
-    if schema is None:
-        with pq.ParquetFile(path) as file:
-            return file.read()
-    texts = [field.name for field in schema if pa.types.is_dictionary(field.type)]
-    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False) as file:
-        known = set(file.schema_arrow.names)
-        return file.read(columns=[name for name in schema.names if name in known])
-
-
-def lean_schema(schema: Any, without: Collection[str]) -> Any:
-    """`schema` without these columns, and each text of the others once."""
-    text = pa.dictionary(pa.int32(), pa.string())
-    kept = [field for field in schema if field.name not in without]
-    return pa.schema([field.with_type(text) if pa.types.is_string(field.type) else field for field in kept])
+def read_parquet(path: Path) -> Any:
+    with pq.ParquetFile(path) as file:
+        return file.read()
 
 
 def conformed(table: Any, schema: Any) -> Any:

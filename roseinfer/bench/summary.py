@@ -282,7 +282,9 @@ def _repeat(
 def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
     rows = [repeat.row for repeat in repeats]
     samples = [repeat.samples for repeat in repeats]
-    together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
+    together = samples[0]
+    if len(samples) > 1:
+        together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
     summed = (
         "offered",
         "admitted",

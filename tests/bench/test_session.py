@@ -446,7 +446,6 @@ def test_a_cost_model_beside_an_engine_makes_no_simulation_of_it(lab: Lab) -> No
     assert answer.code == 0
     requests = lab.folder.read_requests()
     assert set(requests["target"]) == {"in-process"}
-    assert lab.folder.manifest["model"]["model"] == "scripted"
     assert requests.groupby("admission")["predicted_ttft_s"].count().to_dict() == {
         "none": 0,
         "slo:ttft=100s": 4,
@@ -456,8 +455,10 @@ def test_a_cost_model_beside_an_engine_makes_no_simulation_of_it(lab: Lab) -> No
 def test_a_cost_model_that_is_none_is_refused_before_a_model_loads(lab: Lab) -> None:
     Path("cost.json").write_text("{}")
     lab.load = lambda: pytest.fail("a model was loaded")
-    answer = lab.sweep("--cost-model", "cost.json", "--max-inflight", "0", "--admission", "aimd")
+    flags = "--burst-size 4 --prompt-len 3 -o out --cost-model cost.json --admission aimd".split()
+    answer = lab.ask("sweep", *flags)
     assert answer.code == 2
+    assert answer.complaint.startswith("--cost-model 'cost.json'")
 
 
 def test_a_run_with_classes_has_a_table_of_them_and_the_reasons_of_refusals(lab: Lab) -> None:
