@@ -19,6 +19,7 @@ from roseinfer.bench.options import DEVICES, DTYPES, NOT_CONFIGURATION, RunOptio
 from roseinfer.bench.target_flags import check_target, unread
 from roseinfer.errors import InputError
 from roseinfer.model_source import local_path
+from roseinfer.waiting import EDF
 
 if TYPE_CHECKING:
     from roseinfer.bench.replay import Replay
@@ -144,6 +145,7 @@ class Experiment:
         )
         if o.ttft_deadline is not None:
             load.ttft_deadlines.check(o.ttft_deadline, experiment.class_names)
+        _check_order(o, limits, experiment.class_names)
         if o.load is None:
             return experiment
         from roseinfer.bench.load_share import at_load
@@ -237,6 +239,15 @@ class Experiment:
         from roseinfer.bench.fit import check_fits
 
         check_fits(self, context_tokens, given_tokens=given_tokens, special_tokens=0, replay=self.replay)
+
+
+def _check_order(o: RunOptions, limits: list[AdmissionSpec], class_names: tuple[str, ...]) -> None:
+    """Raises InputError for an order of waiting that would be that of arrival, since nothing tells requests apart."""
+    if o.scheduling == EDF and o.ttft_deadline is None:
+        raise wrong("scheduling", o, "needs --ttft-deadline: without deadlines none is earlier")
+    lanes = [limit for limit in limits if limit.priority_age_s is not None]
+    if lanes and not class_names and not is_url(o.target):
+        raise InputError("--admission", str(lanes[0]), "needs --priority-mix: all requests are of one class")
 
 
 def _trace(o: RunOptions) -> Trace:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from roseinfer.admission_spec import parse_admission
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
 from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.recommend import Evidence, Recommendation, Slo, best, recommend
 from roseinfer.bench.records import FACTORS
@@ -69,6 +69,16 @@ def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int
     return sorted(found - set(tried))
 
 
+def peak_without_limit(facts: Iterable[Mapping[str, Any]]) -> int:
+    """The most that was in flight where there was no limit, from the facts of all cells.
+
+    A server does not say it; its clients know what they had outstanding.
+    """
+    unlimited = [cell for cell in facts if cell["limit"] is None]
+    peaks = [cell["peak_inflight"] or cell.get("peak_outstanding") for cell in unlimited]
+    return max([1, *(peak for peak in peaks if peak is not None)])
+
+
 def predictions(
     folder: RunFolder,
     model: CostModel,
@@ -80,19 +90,16 @@ def predictions(
 ) -> list[Prediction]:
     """One for each of `measured`, in their order. `sizes` are those of the server that was measured, if it was one.
 
-    Raises InputError where the run cannot be simulated, and where it limits tokens: what its texts hold until they
-    are tokenised no simulation knows.
+    Raises InputError where the run cannot be simulated, and where anything but a number of requests limits them: such
+    limits have no others between them.
     """
     specs = list(dict.fromkeys(parse_admission(one.limit) for found in measured for one in found.evidence))
-    budgets = [str(spec) for spec in specs if spec.tokens is not None]
-    if budgets:
-        raise InputError("--cost-model", model.name, f"predicts limits of requests, not {budgets[0]}")
+    others = [str(spec) for spec in specs if spec != AdmissionSpec(spec.inflight)]
+    if others:
+        raise InputError("--cost-model", model.name, f"predicts limits of requests, not {others[0]}")
     limits = [spec.inflight for spec in specs]
-    unlimited = [facts for facts in folder.read_facts().values() if facts["limit"] is None]
-    # A server does not say its peak; its clients know what they had outstanding.
-    peaks = [facts["peak_inflight"] or facts.get("peak_outstanding") for facts in unlimited]
-    peak = max([1, *(peak for peak in peaks if peak is not None)])
-    simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)], sizes=sizes)
+    between = limits_between(limits, peak_without_limit(folder.read_facts().values()))
+    simulated = at_limits(folder, model, [*limits, *between], sizes=sizes)
     cells = simulated.drop_duplicates("cell_id")[["cell_id", *FACTORS]]
     found = recommend(
         simulated, cells.assign(repeat=np.nan, valid=True, invalid_reasons=None), slos, seed=seed

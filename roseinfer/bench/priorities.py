@@ -42,7 +42,7 @@ class Classes(NamedTuple):
 
     def name(self, index: int) -> str:
         """That of one request."""
-        return self.names[self.places[index]]
+        return self.names[int(self.places[index])]
 
 
 def parse_mix(text: str) -> PriorityMix:

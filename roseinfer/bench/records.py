@@ -216,6 +216,12 @@ def derive(requests: pd.DataFrame, only: Collection[str] = ()) -> pd.DataFrame:
     return r.assign(**{name: formulas[name]() for name in only or formulas})
 
 
+def rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
+    """These rows of `frame`; without a copy where they lie together, as those of a file do."""
+    first, last = int(places[0]), int(places[-1])
+    return frame.iloc[first : last + 1] if last - first + 1 == len(places) else frame.iloc[places]
+
+
 def gaps_s(times_s: pd.Series[Any]) -> NDArray[np.float64]:
     """All gaps between consecutive tokens (ITL) or deliveries, pooled over requests: float64[sum of (times - 1)]."""
     return _gaps(times_s)[0]

@@ -142,7 +142,7 @@ def read_replay(path: Path) -> Replay:
     for name in table.columns:
         _check_column(path, table[name])
     keys = [name for name in ("repeat", *_SHAPE) if name in table.columns]
-    names = _class_names(path, table)
+    class_names = _class_names(path, table)
     tables: dict[tuple[Cell, int], Requests] = {}
     groups: Iterable[tuple[Any, pd.DataFrame]] = [((), table)]
     if keys:
@@ -151,7 +151,7 @@ def read_replay(path: Path) -> Replay:
         factors = {name: value for name, value in zip(keys, key, strict=True) if not pd.isna(value)}
         burst_size, prompt_len, output_len = (_whole_or_none(factors.get(name)) for name in _SHAPE[:3])
         shape = Cell(AdmissionSpec(), burst_size, prompt_len, output_len, factors.get("request_rate"))
-        tables[shape, int(factors.get("repeat", 0))] = _requests(path, rows, names)
+        tables[shape, int(factors.get("repeat", 0))] = _requests(path, rows, class_names)
     shapes = tuple(dict.fromkeys(shape for shape, _ in tables))
     repeats = 1 + max(repeat for _, repeat in tables)
     if len(tables) != len(shapes) * repeats:

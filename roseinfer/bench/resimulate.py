@@ -33,7 +33,7 @@ _KEPT: Final = (
         "pretok",
         "tokenize_workers",
     ),
-    *("duration", "max_concurrency", "timeout", "seed", "repeats"),
+    *("duration", "max_concurrency", "timeout", "ttft_deadline", "seed", "repeats"),
 )
 """Fields of a run's configuration that its simulation has too. When to send what is in its workload."""
 

@@ -137,6 +137,7 @@ def parquet_writer(path: Path, schema: Any) -> Iterator[Any]:
         ) as writer,
     ):
         yield writer
+    pa.default_memory_pool().release_unused()  # what it took to write is not needed soon
 
 
 def row_groups(path: Path) -> Iterator[Any]:

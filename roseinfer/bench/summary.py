@@ -25,7 +25,7 @@ from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.ratios import fewest_repeats, repeats_needed
-from roseinfer.bench.records import FACTOR_NAMES, FACTORS, REQUEST_SCHEMA, Outcome, derive, gaps_s
+from roseinfer.bench.records import FACTOR_NAMES, FACTORS, REQUEST_SCHEMA, Outcome, derive, gaps_s, rows_at
 from roseinfer.bench.stats import cluster_bootstrap, median_interval, percentile, percentiles
 from roseinfer.bench.steady_state import WarmUp, recoveries_s, warm_up
 from roseinfer.bench.validity import DEFAULT_MAX_ERROR_SHARE, CellFacts, check_cell
@@ -163,7 +163,7 @@ def summarise(
     rows: list[dict[str, Any]] = []
     found = set()
     for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
-        cell = _rows_at(requests, places).copy(deep=False)
+        cell = rows_at(requests, places).copy(deep=False)
         # Compared and counted again and again: numbers instead of strings.
         cell["outcome"] = pd.Categorical(cell["outcome"], categories=[str(outcome) for outcome in Outcome])
         identity = {name: cell[name].iloc[0] for name in _IDENTITY}
@@ -176,7 +176,7 @@ def summarise(
             found.add(key)
             if key in facts:
                 measured = derive(
-                    _rows_at(cell, places_of[repeat]), [*_JUDGED, *(f"{g.metric}_s" for g in goals)]
+                    rows_at(cell, places_of[repeat]), [*_JUDGED, *(f"{g.metric}_s" for g in goals)]
                 )
                 figures = _repeat(measured, facts[key], max_error_share, goals)
                 figures.row.update({**identity, "repeat": repeat})
@@ -217,12 +217,6 @@ def samples_of(derived: pd.DataFrame) -> Samples:
 def limit_label(admission: str) -> str:
     """What tables and figures call a limit: "64", "tokens 4096" or "no limit"."""
     return parse_admission(admission).label
-
-
-def _rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
-    """These rows of `frame`; without a copy where they lie together, as those of a file do."""
-    first, last = int(places[0]), int(places[-1])
-    return frame.iloc[first : last + 1] if last - first + 1 == len(places) else frame.iloc[places]
 
 
 def factor_text(factor: str, value: float) -> str:

@@ -14,6 +14,7 @@ from roseinfer.bench.http_options import APIS, HttpOptions
 from roseinfer.bench.options import TARGETS, RunOptions, flag, is_url
 from roseinfer.errors import InputError
 from roseinfer.policies import check_policy
+from roseinfer.waiting import SCHEDULINGS
 
 OF_ENGINES: Final = (
     "model",
@@ -77,6 +78,8 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
         if field in given and getattr(o, field) is not None:
             raise wrong(field, o, f"needs a server as --target, not {o.target}")
     _check_ray(o)
+    if o.scheduling not in SCHEDULINGS:
+        raise wrong("scheduling", o, f"must be {', '.join(SCHEDULINGS)}")
     specs = admissions(o, given)
     for spec in specs:
         check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")

@@ -88,8 +88,8 @@ def _moves(cell: pd.DataFrame, steps: pd.DataFrame | None) -> pd.DataFrame:
     key = (steps["cell_id"] == cell["cell_id"].iloc[0]) & (steps["repeat"] == cell["repeat"].iloc[0])
     known = steps.loc[key & steps["inflight_limit"].notna(), ["plan_start_s", "inflight_limit"]]
     known = known.astype(np.float64).sort_values("plan_start_s")
-    moved = known["inflight_limit"].diff() != 0
-    return known.loc[moved]
+    moved: pd.DataFrame = known[known["inflight_limit"].diff() != 0]
+    return moved
 
 
 def _standing(moves: pd.DataFrame, at_s: NDArray[np.float64]) -> NDArray[np.float64]:

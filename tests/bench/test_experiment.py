@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell, Experiment
+from roseinfer.bench.options import RunOptions
 from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
 
@@ -274,3 +276,18 @@ def test_lengths_that_are_seldom_cut_are_fine(flags: dict[str, Any]) -> None:
 def test_lengths_whose_typical_request_does_not_fit_are_refused_as_that() -> None:
     made = experiment(prompt_len="32,2000", prompt_len_dist="uniform:0.1")
     assert refused(made, 1024).value == "2000"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"scheduling": "lifo"}, "--scheduling 'lifo'"),
+        ({"scheduling": "edf"}, "--scheduling 'edf': needs --ttft-deadline"),
+        ({"admission": "inflight:4+priority"}, "--admission 'inflight:4+priority:age=10s': needs --priority-mix"),
+        ({"admission": "slo:ttft=1s"}, "--admission 'slo:ttft=1s': weighs"),
+        ({"cost_model": Path("m.json")}, "--cost-model"),
+    ],
+)
+def test_a_policy_that_could_do_nothing_is_refused(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=re.escape(named)):
+        Experiment.from_options(RunOptions(**flags), flags.keys())

@@ -86,7 +86,7 @@ def test_a_token_budget_is_printed_and_kept(
 ) -> None:  # case A8
     assert run(monkeypatch, "--port", "0", "--admission", "inflight:16+tokens:4096") == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "at most 16 requests and 4096 tokens in flight in this process (each process counts" in line
+    assert "admission inflight:16+tokens:4096 in this process (each process counts its own)" in line
     admission = manager_of(started[0]["app"]).admission
     assert (admission.limit, admission.token_limit) == (16, 4096)
 
@@ -127,6 +127,9 @@ def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         ("--max-inflight-requests", "many"),
         ("--admission", "tokens:0"),
         ("--admission", "64"),
+        ("--admission", "slo:ttft=1s"),
+        ("--scheduling", "edf"),
+        ("--cost-model", "results/reference/cost_models/gpt2-epyc2-float32.cost.json"),
         ("--max-batch-size", "0"),
         ("--max-num-batched-tokens", "3"),
         ("--tokenize-workers", "0"),

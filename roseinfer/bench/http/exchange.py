@@ -69,7 +69,7 @@ class HttpAttempt:
     def is_busy(self) -> bool:
         """The server was full: it said 429 or 503, also after its 200 if that was before any text."""
         if self.failure is Failure.STREAM_ERROR:
-            return not self.deliveries and self.error_code in map(str, BUSY)
+            return not self.deliveries and (self.error_code or "") in map(str, BUSY)
         return self.failure is Failure.STATUS and self.status_code in BUSY
 
 
