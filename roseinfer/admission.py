@@ -351,10 +351,13 @@ class Admission:
                 self._peak_held_tokens,
             )
 
-    def refusal_in_queue(
-        self, now: float, reason: str, limit: float, measured: float
+    def dropped(
+        self, ticket: Ticket, now: float, reason: str, limit: float, measured: float
     ) -> SchedulerManagerOverloadedError:
-        """What a request gets that is dropped while it waits."""
+        """What a request gets that is dropped while it waits. Having waited too long speaks against a moving limit."""
+        if self.adaptive is not None and reason != "evicted":
+            with self._lock:
+                self.adaptive.sample(float("inf"), ticket.epoch, self._inflight)
         return SchedulerManagerOverloadedError(
             limit=limit,
             inflight=self._inflight,

@@ -242,7 +242,7 @@ class Scheduler:
         self._shed(request, now, QUEUE_TIMEOUT, ends_s - request.reserved_s, now - request.reserved_s)
 
     def _shed(self, request: Request, now: float, reason: str, limit: float, measured: float) -> None:
-        self._drop(request, self.admission.refusal_in_queue(now, reason, limit, measured), now)
+        self._drop(request, self.admission.dropped(request.ticket, now, reason, limit, measured), now)
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
         start, left = request.num_scheduled, request.prompt_len - request.num_scheduled

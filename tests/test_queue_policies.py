@@ -40,7 +40,7 @@ def order_of_service(driver: CoreDriver) -> list[int]:
 # ---- queue-timeout, deadlines ----
 
 
-def test_what_waited_too_long_is_dropped_before_it_costs_a_prefill() -> None:  # case A21
+def test_what_waited_too_long_is_dropped_before_it_costs_a_prefill() -> None:  # case A12
     driver = CoreDriver(batch=1, policy="queue-timeout:2s")
     driver.add(max_new_tokens=4)  # runs for 4 s
     waits = driver.add()
@@ -145,7 +145,7 @@ def test_newest_first_only_while_overloaded() -> None:
 # ---- order ----
 
 
-def test_shortest_prefill_first_ages() -> None:
+def test_shortest_prefill_first_ages() -> None:  # case A24
     driver = CoreDriver(batch=1, scheduling="spf")
     long = driver.add(60, 1)
     driver.add(5, 1)
@@ -179,10 +179,42 @@ def test_a_half_prefilled_one_goes_on_whoever_comes() -> None:
     assert driver.step() == [(0, 16, 4), (1, 0, 1)]
 
 
+def test_in_a_flood_of_short_prompts_a_long_one_is_passed_for_as_long_as_its_length_is_worth() -> None:
+    """case A24: two short ones come for every step of one; the long one has 600 tokens more."""
+    driver = CoreDriver(batch=1, budget=1024, scheduling="spf")
+    long = driver.add(601, 1)
+    taken: list[int] = []
+    while long.first_scheduled_s is None:
+        for _ in range(2):
+            driver.add(1, 1)
+        plan = driver.plan()
+        assert plan is not None
+        taken += [span.request.request_id for span in plan.spans]
+        driver.commit(plan)
+    passed_by = [driver.requests[request_id] for request_id in taken if request_id != long.request_id]
+    assert max(request.reserved_s for request in passed_by) == 600 * SPF_S_PER_TOKEN - 1.0
+    assert len(passed_by) == 2 * 600 * SPF_S_PER_TOKEN
+
+
+# ---- limits that move ----
+
+
+def test_what_timed_out_lowers_a_limit_that_moves() -> None:  # case A21
+    driver = CoreDriver(
+        batch=1, policy="aimd:init=40:slowdown=100+queue-timeout:1s", cost_model=A_SECOND_A_STEP
+    )
+    driver.add(max_new_tokens=5)
+    for _ in range(20):
+        driver.add()
+    driver.steps()
+    assert len(drops(driver)) == 20
+    assert driver.core.admission.moving_limit == 36
+
+
 # ---- lanes ----
 
 
-def test_a_higher_class_goes_first_and_ageing_is_worth_a_class() -> None:  # case A24
+def test_a_higher_class_goes_first_and_ageing_is_worth_a_class() -> None:
     driver = CoreDriver(batch=1, policy="priority:age=10s")
     low = driver.add(max_new_tokens=1, priority=1)
     high = driver.add(max_new_tokens=1, priority=0)
@@ -191,7 +223,7 @@ def test_a_higher_class_goes_first_and_ageing_is_worth_a_class() -> None:  # cas
     assert order_of_service(driver) == [high.request_id, low.request_id, late.request_id]
 
 
-def test_when_full_the_newest_of_the_lowest_class_makes_room() -> None:  # case A25
+def test_when_full_the_newest_of_the_lowest_class_makes_room() -> None:  # case A27
     driver = CoreDriver(batch=1, policy="inflight:4+priority")
     running = driver.add(priority=2)
     driver.step()
@@ -247,7 +279,7 @@ def test_one_that_is_evicted_before_the_core_has_it_never_runs() -> None:
 )
 def test_nobody_starves_and_no_limit_is_passed(
     arrivals: list[tuple[int, int, float]], limit: int
-) -> None:  # case A24
+) -> None:
     """A request is passed by those only that came less than the ageing, per class between them, after it."""
     age_s = 2.0
     driver = CoreDriver(batch=1, policy=f"inflight:{limit}+priority:age=2s")

@@ -27,6 +27,7 @@ def lean_frame(files: Sequence[Path], schema: pa.Schema, without: Collection[str
             known = field.name in group.column_names
             column.add(group[field.name].combine_chunks() if known else pa.nulls(len(group), field.type))
     data = {field.name: column.finish() for field, column in zip(fields, columns, strict=True)}
+    pa.default_memory_pool().release_unused()  # what it took to read
     return pd.DataFrame(data, copy=False)
 
 
@@ -69,7 +70,7 @@ class _Numbers:
 
     def finish(self) -> NDArray[Any]:
         values = np.broadcast_to(np.float64(self._same), (self._n,)) if self._values is None else self._values
-        if not np.issubdtype(self._dtype, np.integer) or np.isnan(values).any():
+        if not self._n or not np.issubdtype(self._dtype, np.integer) or np.isnan(values).any():
             return values
         if self._values is None:
             return np.broadcast_to(self._dtype(self._same), (self._n,))

@@ -323,10 +323,10 @@ def reasons(run: SimRun) -> set[str]:
 @pytest.mark.parametrize(
     ("admission", "reason"),
     [
-        ("queue-timeout:3s", "queue-timeout"),  # case A21
+        ("queue-timeout:3s", "queue-timeout"),  # case A12
         ("codel:target=500ms:interval=2s", "codel"),
         ("codel:target=500ms:interval=2s:newest-first", "codel"),
-        ("inflight:6+priority:age=3s", "evicted"),  # case A25
+        ("inflight:6+priority:age=3s", "evicted"),  # case A27
         ("tokens:60+priority", "evicted"),
         ("slo:ttft=4s", "slo"),
         ("aimd:init=4:slowdown=1.5", "aimd"),
