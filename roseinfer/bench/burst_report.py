@@ -11,6 +11,7 @@ from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.goals import met, parse_goal
 from roseinfer.bench.records import Outcome, derive, gaps_s
 from roseinfer.bench.report import OF_ITSELF, PERCENTILES
+from roseinfer.bench.retries import RetryPolicy
 from roseinfer.bench.stats import percentile, percentile_label
 from roseinfer.bench.steady_state import warm_up
 
@@ -23,7 +24,7 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, dev
 
     Below them, where they have something to say: what the warm-up cut left out of the latencies, and goodput.
     """
-    options = experiment.options
+    options, retries = experiment.options, experiment.load.retries
     rows = requests
     goals = [parse_goal(goal) for goal in experiment.goals]
     is_remote = experiment.is_http
@@ -41,7 +42,7 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, dev
         f"Model: {model}",
         f"Device: {device}",
         *(
-            [f"API: {options.api}", f"Retry: {options.retry}"]
+            [f"API: {options.api}"]
             if is_remote
             else [
                 f"Pretok: {options.pretok}",
@@ -51,9 +52,11 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, dev
                 "NVTX: False",
             ]
         ),
+        *([f"Retry: {_policy_text(retries)}"] if is_remote or retries.is_on else []),
         f"Requests: {accepted.sum()}",
         f"Rejected: {refused.sum()}",
         *_other_ends(rows),
+        *(_tries(rows, done) if retries.is_on else []),
         f"Prompt tokens (total): {int(rows.loc[accepted, 'prompt_tokens'].sum())}",
         f"Completion tokens (total): {int(rows.loc[accepted, 'output_tokens'].sum())}",
         *(_remote_stages if is_remote else _stages)(rows, counted, done),
@@ -108,6 +111,25 @@ def _remote_stages(rows: pd.DataFrame, counted: pd.Series[bool], done: pd.Series
             if rows.loc[done, f"{metric}_s"].notna().any()
         ],
         _percentiles("TTFT from sending", _of(rows, "ttft_from_send_s", done)),
+    ]
+
+
+def _policy_text(policy: RetryPolicy) -> str:
+    parts = [policy.name]
+    if policy.budget is not None:
+        parts.append(f"budget {policy.budget:g}")
+    if policy.per_try_timeout_s is not None:
+        parts.append(f"{policy.per_try_timeout_s:g} s a try")
+    return ", ".join(parts)
+
+
+def _tries(rows: pd.DataFrame, done: pd.Series[bool]) -> list[str]:
+    n_tries, n = int(rows["attempts"].sum()), len(rows)
+    never = n - int((rows["outcome"] == Outcome.COMPLETED).sum())
+    return [
+        f"Tries: {n_tries} ({n_tries / n:.2f} per request)",
+        f"Never succeeded: {100 * never / n:.1f} % of {n} offered",
+        _percentiles("Time to success", _of(rows, "time_to_success_s", done)),
     ]
 
 

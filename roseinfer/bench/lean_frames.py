@@ -90,8 +90,9 @@ class _Texts:
         codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         self._codes.add(pa.array(np.array([*places, -1])[codes]))
 
-    def finish(self) -> pd.Categorical[Any]:
-        return pd.Categorical.from_codes(self._codes.finish(), list(self._places))
+    def finish(self) -> Any:
+        codes: NDArray[np.int32] = self._codes.finish()
+        return pd.Categorical.from_codes(codes, pd.Index(list(self._places), dtype="str"))
 
 
 class _Lists:

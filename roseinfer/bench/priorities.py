@@ -1,18 +1,13 @@
-"""Classes of requests: how often each is drawn, and when the first token of each has to be there."""
+"""Classes of requests as flags say them: how often each comes, and when the first token of each has to be there."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from roseinfer.admission_spec import read_duration
-from roseinfer.bench.seeds import BLOCK_ROWS, Stream, block_rngs
 from roseinfer.errors import InputError
 
 MIX: Final = "--priority-mix"
@@ -28,21 +23,6 @@ class PriorityMix(NamedTuple):
 
     names: tuple[str, ...]
     shares: tuple[float, ...]
-
-
-class Classes(NamedTuple):
-    """The class of each of n requests: `places` (int64[n]) in `names`, which is its priority, 0 the highest."""
-
-    names: tuple[str, ...]
-    places: NDArray[np.int64]
-
-    def rows(self, which: slice) -> Classes:
-        """Those of some of the requests."""
-        return Classes(self.names, self.places[which])
-
-    def name(self, index: int) -> str:
-        """That of one request."""
-        return self.names[int(self.places[index])]
 
 
 def parse_mix(text: str) -> PriorityMix:
@@ -64,21 +44,6 @@ def parse_mix(text: str) -> PriorityMix:
     if abs(total - 1) > _SUM_TOLERANCE:
         raise InputError(MIX, text, f"its shares sum to {total:.9g}, and must sum to 1")
     return PriorityMix(tuple(shares), tuple(shares.values()))
-
-
-def class_blocks(mix: PriorityMix, *, seed: int, repeat: int) -> Iterator[Classes]:
-    """Those of request after request, in blocks of BLOCK_ROWS, without end."""
-    bounds = np.cumsum(mix.shares)[:-1]
-    for rng in block_rngs(seed, repeat, Stream.PRIORITIES):
-        places = np.searchsorted(bounds, rng.random(BLOCK_ROWS), side="right")
-        yield Classes(mix.names, places.astype(np.int64))
-
-
-def draw_classes(mix: PriorityMix, n: int, *, seed: int, repeat: int) -> Classes:
-    """Those of the first `n` requests."""
-    blocks = islice(class_blocks(mix, seed=seed, repeat=repeat), -(-n // BLOCK_ROWS))
-    places = np.concatenate([*(block.places for block in blocks), np.empty(0, np.int64)])[:n]
-    return Classes(mix.names, places)
 
 
 class TtftDeadlines(NamedTuple):

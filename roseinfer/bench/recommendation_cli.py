@@ -45,7 +45,7 @@ AT_LENGTH: Final = "-at_length"
 _GIVEN_LOADS: Final = ("request_rate", "load", "submit_interval_ms", "burst_size", "trace", "workload")
 """Fields that say how much load there is: then limits are searched, else rates."""
 
-_NOT_SIMULATED: Final = ("prompt", "prompt_repeats", "prefix_len", "stop_at_eos", "retry")
+_NOT_SIMULATED: Final = ("prompt", "prompt_repeats", "prefix_len", "stop_at_eos")
 """Flags that change what a server does in a way that no simulation shows."""
 
 

@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench.classes import Classes
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.flag_values import LARGEST, LARGEST_NUMBER
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.load_options import ARRIVALS
-from roseinfer.bench.priorities import MOST_CLASSES, Classes, is_class_name
+from roseinfer.bench.priorities import MOST_CLASSES, is_class_name
 from roseinfer.bench.prompts import Encoder
 from roseinfer.errors import InputError
 

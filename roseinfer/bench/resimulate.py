@@ -34,6 +34,7 @@ _KEPT: Final = (
         "tokenize_workers",
     ),
     *("duration", "max_concurrency", "timeout", "ttft_deadline", "seed", "repeats"),
+    *("retry", "retry_budget", "per_try_timeout"),
 )
 """Fields of a run's configuration that its simulation has too. When to send what is in its workload."""
 
@@ -72,7 +73,7 @@ def resimulated(
     Rows have the target "sim", and run_id, cell_id and repeat of what they predict. The run of an engine says how
     large its batches and its cache were. A server does not: of a run over HTTP only the limit is known, and `sizes`
     must say the rest. Raises InputError where it does not, or does of an engine, for a run that is not finished (its
-    workload is not on disk) or whose clients retry, and for cells that it has not.
+    workload is not on disk), and for cells that it has not.
     """
     experiment = _experiment(folder, model, sizes)
     cell_of = {cell.cell_id: cell for cell in experiment.cells}
@@ -137,9 +138,6 @@ def _experiment(folder: RunFolder, model: CostModel, sizes: EngineSizes | None) 
     if not workload.exists():
         raise InputError("RUN", str(folder.path), "is not finished: its workload is not on disk yet")
     saved = {name.replace("-", "_"): value for name, value in manifest["configuration"].items()}
-    if saved.get("retry", "none") != "none":
-        why = f"its clients retry (--retry {saved['retry']}), which those of a simulation do not"
-        raise InputError("RUN", str(folder.path), why)
     values: dict[str, Any] = {field: saved[field] for field in _KEPT if saved.get(field) is not None}
     if "admission" in values:
         del values["max_inflight"]  # what it stands at where nobody named it

@@ -41,7 +41,7 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
-UNSAID: Final = "status_code finish_reason waiting_at_send chunk_tokens".split()
+UNSAID: Final = "status_code finish_reason inflight_at_send waiting_at_send chunk_tokens".split()
 """Columns of requests that no sentence is made of."""
 
 UNEXPLAINED: Final = (
@@ -243,7 +243,9 @@ class Session:
         cluster = claims.enter_context(Cluster(address))
         crew = claims.enter_context(machines(cluster, self.experiment, engine_bench))
         described, workload, notes = crew.draw()
-        return _Prepared(lambda: [workload], notes, described.model, crew.run_cells, environment=described.environment)
+        return _Prepared(
+            lambda: [workload], notes, described.model, crew.run_cells, environment=described.environment
+        )
 
     def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Prepared:
         experiment = self.experiment

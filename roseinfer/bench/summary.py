@@ -57,7 +57,7 @@ METRICS: Final = (
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
 """Those whose p99 gets intervals in the pooled rows."""
 
-_JUDGED: Final = ("cap_wait_s", "send_lag_s", "retry_wait_s", "queue_wait_s", "ttft_s")
+_JUDGED: Final = ("cap_wait_s", "send_lag_s", "ttft_s")
 """Derived durations by which a cell is judged, and its warm-up cut."""
 
 _FACTOR_COLUMNS: Final = (
@@ -245,7 +245,7 @@ def _repeat(
     duration_s = float(derived["received_last_s"].max() - derived["sent_s"].min())
     cut = warm_up(derived)
     warmup, kept = cut or (None, np.ones(len(derived), dtype=bool))
-    recoveries = recoveries_s(derived)
+    recoveries = recoveries_s(derive(derived, ["retry_wait_s", "queue_wait_s"]))
     after_start_s = np.empty(0)
     if derived["arrival"].iloc[0] == CLOSED and known.max_concurrency is not None:
         later = completed & (derived["request_index"] >= known.max_concurrency).to_numpy(dtype=bool)

@@ -15,11 +15,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from roseinfer.bench.arrivals import arrival_times, at_a_rate, cuts_burst
+from roseinfer.bench.classes import Classes, class_blocks, draw_classes
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, length_blocks, vary
 from roseinfer.bench.load import CLOSED_LOOP_MOST, CLOSED_LOOP_REFUSED_PAUSE_S
-from roseinfer.bench.priorities import Classes, class_blocks, draw_classes
 from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import BLOCK_ROWS, Stream, prompt_seed

@@ -34,6 +34,8 @@ an answer that comes at its deadline has come in time. A request that the client
 that lets it go.
 """
 
+NEVER_S: Final = float("inf")
+
 TOKEN_ID: Final = 1
 """What every simulated token is: nothing depends on its value."""
 
@@ -203,7 +205,7 @@ class _Simulation:
             policy=policy,
             max_model_len=limits.max_model_len,
             eos_token_ids=frozenset(),
-            unread_timeout_s=float("inf"),
+            unread_timeout_s=NEVER_S,
         )
         self.arrivals = enumerate(arrivals)
         self.arrived = 0  # of a schedule
@@ -230,23 +232,23 @@ class _Simulation:
     def run(self) -> None:
         heap, arrivals, held = self.heap, self.arrivals, self.held
         following = None if self.is_closed else next(arrivals, None)
-        while heap or following is not None:
-            if following is not None and (not heap or following[1].time_s <= heap[0][0]):
-                now = following[1].time_s
+        due_s = NEVER_S if following is None else following[1].time_s
+        while True:
+            if heap and heap[0][0] < due_s:
+                now, kind, index = heapq.heappop(heap)
+                self._handle(kind, index, now)
+            elif following is not None:
+                now = due_s
                 held.append(following)
                 self.arrived += 1
                 following = next(arrivals, None)
-                if following is not None and following[1].time_s < now:
+                due_s = NEVER_S if following is None else following[1].time_s
+                if due_s < now:
                     raise InvariantError("arrivals are not in the order of their times")
                 self._send(now)
             else:
-                now, kind, index = heapq.heappop(heap)
-                self._handle(kind, index, now)
-            if (
-                self.step is None
-                and not (heap and heap[0][0] == now)
-                and not (following is not None and following[1].time_s == now)
-            ):
+                return
+            if self.step is None and due_s != now and not (heap and heap[0][0] == now):
                 self._start_step(now)
 
     def _handle(self, kind: int, index: int, now: float) -> None:
@@ -379,8 +381,8 @@ class _Simulation:
         rules = self.client
         first_sent_s = sent.sent_s if self.retrier is None else self.stories[sent.index].tries[0].sent_s
         return min(
-            float("inf") if rules.timeout_s is None else first_sent_s + rules.timeout_s,
-            float("inf") if rules.per_try_timeout_s is None else sent.sent_s + rules.per_try_timeout_s,
+            NEVER_S if rules.timeout_s is None else first_sent_s + rules.timeout_s,
+            NEVER_S if rules.per_try_timeout_s is None else sent.sent_s + rules.per_try_timeout_s,
         )
 
     def _is_last(self, sent: Sent, now: float) -> bool:
@@ -391,7 +393,7 @@ class _Simulation:
         failure = sent.error if isinstance(sent.fate, Request) else sent.fate
         if failure is not None or sent.gave_up_s is not None:
             timeout_s = self.client.timeout_s
-            left_s = float("inf") if timeout_s is None else story.tries[0].sent_s + timeout_s - now
+            left_s = NEVER_S if timeout_s is None else story.tries[0].sent_s + timeout_s - now
             delay_s = self.retrier.delay_after_s(failure, sent.index, sent.attempt, left_s)
             if delay_s is not None:
                 heapq.heappush(self.heap, (now + delay_s, RETRY, sent.index))

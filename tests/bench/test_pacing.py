@@ -287,9 +287,9 @@ def read(p99_read_lag_s: float | None, ttft_s: float = 0.02) -> list[str]:
 
 def test_a_client_that_reads_late_is_told_apart_from_a_slow_server() -> None:
     (reason,) = read(0.005)
-    assert reason == (
-        "p99 of what came was read up to 5.0 ms late, more than 2.0 ms: the client was the bottleneck (--client-workers)"
-    )
+    late, who = reason.split(": ")
+    assert late == "p99 of what came was read up to 5.0 ms late, more than 2.0 ms"
+    assert who == "the client was the bottleneck (--client-workers)"
 
 
 def test_a_read_may_be_as_late_as_a_send() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.bench.classes import Classes
 from roseinfer.bench.http.exchange import Failure
 from roseinfer.bench.http.target import HttpTarget
-from roseinfer.bench.priorities import Classes
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, Outcome, derive
 from roseinfer.bench.row_files import record_table
 from roseinfer.bench.rows import CellResult

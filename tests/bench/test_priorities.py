@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.bench.classes import draw_classes
 from roseinfer.bench.priorities import (
     PriorityMix,
     TtftDeadlines,
-    draw_classes,
     parse_deadlines,
     parse_mix,
 )

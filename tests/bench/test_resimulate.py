@@ -131,14 +131,14 @@ def test_of_a_server_the_sizes_are_asked_for(simulate: Callable[..., RunFolder])
     assert (steps["prefill_requests"] + steps["decode_requests"]).max() == 4
 
 
-def test_clients_that_retry_are_refused(simulate: Callable[..., RunFolder]) -> None:
-    def retrying(content: dict[str, Any]) -> None:
-        as_http(content)
-        content["configuration"]["retry"] = "exponential"
-
-    run = changed(simulate("--burst-size 8 --repeats 1"), retrying)
-    with pytest.raises(InputError, match="--retry exponential"):
-        predicted(run, COST, sizes=EngineSizes(4))
+def test_clients_come_back_as_they_did(simulate: Callable[..., RunFolder]) -> None:
+    run = simulate(
+        "--burst-size 8 --repeats 2 --max-inflight 2 --retry exponential --retry-budget 0.5 --per-try-timeout 2"
+    )
+    columns = ["request_index", "attempts", "sent_s", "last_sent_s", "outcome"]
+    expected, found = (rows[columns] for rows in (run.read_requests(), predicted(run, COST)))
+    assert (expected["attempts"] > 1).any()
+    pd.testing.assert_frame_equal(found, expected)
 
 
 def test_a_run_without_its_workload_is_refused(simulate: Callable[..., RunFolder]) -> None:

@@ -100,6 +100,7 @@ def test_two_runs_of_the_same_flags_are_the_same(cost_file: Path) -> None:
     flags: dict[str, Any] = {"max_inflight": "2", "retry": "exponential", "retry_budget": 0.5}
     first, second = (played(cost_file, [0.0] * 30, **flags) for _ in range(2))
     assert first.attempts is not None
+    assert second.attempts is not None
     pd.testing.assert_frame_equal(first.attempts, second.attempts)
     other = played(cost_file, [0.0] * 30, seed=1, **flags)
     assert other.attempts is not None
