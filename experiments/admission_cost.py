@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import time
 
 import numpy as np
@@ -51,11 +52,11 @@ def main() -> None:
         ("codel", None),
         (f"inflight:{ALWAYS}+priority", f"inflight:{NEVER}+priority"),
     ):
-        figures = [_p99_us(entering, args.bursts, args.burst_size)]
+        figures: list[float | None] = [_p99_us(entering, args.bursts, args.burst_size)]
         figures.append(None if refusing is None else _p99_us(refusing, args.bursts, args.burst_size))
-        is_lanes = refusing is not None and "priority" in refusing
-        evicting = min(args.bursts, WAITING // 2 // args.burst_size)  # there are no more to evict
-        figures.append(_p99_us(refusing, evicting, args.burst_size, evicts=True) if is_lanes else None)
+        if refusing is not None and "priority" in refusing:
+            evicting = min(args.bursts, WAITING // 2 // args.burst_size)  # there are no more to evict
+            figures.append(_p99_us(refusing, evicting, args.burst_size, evicts=True))
         print(
             f"{entering:<44}" + "".join(f"{'' if x is None else f'{x:.1f}':>10}" for x in figures), flush=True
         )
@@ -64,11 +65,17 @@ def main() -> None:
 def _p99_us(spec: str, bursts: int, size: int, *, evicts: bool = False) -> float:
     limits = SchedulerLimits(64, None, 512)
     filling, _ = policies_of(parse_admission(spec), "fcfs", limits, COST_MODEL)
-    held = filling.limit, filling.token_limit, filling.slo_ttft_s, filling.adaptive
-    filling.limit = filling.token_limit = filling.slo_ttft_s = filling.adaptive = None
+    held = filling.limit, filling.token_limit, filling.adaptive
+    goal = filling.goal
+    filling.limit = filling.token_limit = filling.adaptive = None
+    goal_s = math.inf if goal is None else goal.goal_s
+    if goal is not None:
+        goal.goal_s = math.inf
     for _ in range(WAITING):
         filling.reserve(0.0, PROMPT + NEW, prompt_tokens=PROMPT, priority=1)
-    filling.limit, filling.token_limit, filling.slo_ttft_s, filling.adaptive = held
+    filling.limit, filling.token_limit, filling.adaptive = held
+    if goal is not None:
+        goal.goal_s = goal_s
     gc.collect()
     gc.freeze()
     gc.disable()

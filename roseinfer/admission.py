@@ -30,22 +30,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.errors import TOKENS_NEVER_FIT, InputError, InvariantError, SchedulerManagerOverloadedError
 from roseinfer.lanes import Lanes
-from roseinfer.margin import Margin
 
 if TYPE_CHECKING:
     from roseinfer.adaptive import Aimd, Gradient
+    from roseinfer.backlog import Work
     from roseinfer.executor import StepPlan, StepResult
-    from roseinfer.forecast import Forecast, Work
+    from roseinfer.forecast import Forecast
+    from roseinfer.ttft_goal import TtftGoal
 
 DRAIN_WINDOW: Final = 32
 """Releases that the drain rate is estimated from."""
-
-_NEWS_SHARE: Final = 0.1
-"""Weight of the latest text in the tokens that a byte is expected to be."""
-
-
-NEAR: Final = 0.5
-"""Of a goal: what was predicted to take less says nothing of predictions that decide."""
 
 
 class TicketState(Enum):
@@ -71,6 +65,7 @@ class Ticket:
             "inflight_before",
             "is_bound",
             "is_evicted",
+            "is_read",
             "predicted_ttft_s",
         ),
         *("priority", "prompt_tokens", "released_s", "request_id", "reserved_s", "state", "work"),
@@ -97,6 +92,7 @@ class Ticket:
         self.priority = priority
         self.request_id: int | None = None  # once the core has it
         self.is_evicted = False  # its slot went to a higher class
+        self.is_read = False  # its reader has the end
         self.work: Work | None = None  # what it costs by the forecast
         self.predicted_ttft_s: float | None = None  # from its reservation on
         self.epoch = 0  # of the adaptive limit that let it in
@@ -104,6 +100,11 @@ class Ticket:
     @property
     def is_waiting(self) -> bool:
         return self.state is RESERVED
+
+    @property
+    def is_over(self) -> bool:
+        """Its slot is free, and nobody still has to read its end: an evicted one lost its slot before."""
+        return self.state is RELEASED and (self.is_read or not self.is_evicted)
 
 
 class AdmissionCounts(NamedTuple):
@@ -130,7 +131,8 @@ class Admission:
     and below are an InputError (ValueError).
 
     adaptive: a bound on requests that moves, beside `limit`. It may fall below what is in flight.
-    forecast: predicts each request's TTFT; with `slo_ttft_s` those that are predicted to miss it are refused.
+    goal: refuses what it predicts to have its first token too late.
+    forecast: what a prefill takes, for `adaptive` and deadlines; the goal's own where there is one.
     has_lanes: a request that finds no room evicts the newest waiting one of the lowest class below its own.
     """
 
@@ -140,8 +142,8 @@ class Admission:
         token_limit: int | None = None,
         *,
         adaptive: Aimd | Gradient | None = None,
+        goal: TtftGoal | None = None,
         forecast: Forecast | None = None,
-        slo_ttft_s: float | None = None,
         has_lanes: bool = False,
     ) -> None:
         for name, bound in (("max_inflight_requests", limit), ("admission tokens", token_limit)):
@@ -150,13 +152,11 @@ class Admission:
         self.limit = limit
         self.token_limit = token_limit
         self.adaptive = adaptive
-        self.forecast = forecast
-        self.slo_ttft_s = slo_ttft_s
-        self.margin = Margin()
+        self.goal = goal
+        self.forecast = forecast if goal is None else goal.forecast
         self._lanes = Lanes() if has_lanes else None
         self._evicted: list[Ticket] = []  # of whom the core does not know it yet
         self.step_began_s: float | None = None  # the step that runs; told by the core
-        self._tokens_per_byte: float | None = None  # of the texts tokenised lately
         self._lock = threading.RLock()
         self._inflight = 0
         self._not_started = 0
@@ -216,8 +216,22 @@ class Admission:
                 assert budget is not None
                 raise self._tokens_refusal(now, budget, held, asked, "submit")
             ticket = Ticket(now, cost_tokens, asked, inflight, prompt_tokens, priority, is_bound)
-            if self.forecast is not None:
-                self._predict(ticket, self.forecast, now)
+            goal = self.goal
+            if goal is not None:
+                began_s = self.step_began_s
+                late_s = goal.predict(ticket, None if began_s is None else now - began_s)
+                # An idle engine takes what it can serve: else a margin or a correction of worse times, which only
+                # served requests can bring back, would refuse for ever.
+                if late_s > goal.goal_s and (inflight or goal.is_hopeless(ticket)):
+                    self._refused += 1
+                    raise SchedulerManagerOverloadedError(
+                        limit=goal.goal_s,
+                        inflight=inflight,
+                        reason="slo",
+                        retry_after_s=goal.wait_s(ticket, late_s),
+                        measured=late_s,
+                    )
+                goal.enter(ticket)
             for victim in victims:
                 self._evict(victim, now)
             if adaptive is not None:
@@ -253,8 +267,11 @@ class Admission:
             self._held_tokens += cost_tokens - ticket.held_tokens
             ticket.held_tokens = cost_tokens
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
-            if self.forecast is not None and ticket.work is not None:
-                self._learn_true_length(ticket, cost_tokens - bound_tokens, self.forecast)
+            bound_prompt_tokens = ticket.prompt_tokens
+            ticket.prompt_tokens += cost_tokens - bound_tokens
+            if self.goal is not None:
+                self.goal.tokenized(ticket, bound_prompt_tokens)
+            ticket.is_bound = False
 
     def start(self, ticket: Ticket, waited_s: float = 0.0) -> bool:
         """Marks the request as running, after it has waited for so long. False when its slot is gone already, and it
@@ -266,19 +283,26 @@ class Admission:
             ticket.state = STARTED
             self._not_started -= 1
             forecast, adaptive = self.forecast, self.adaptive
-            if forecast is not None and ticket.work is not None:
-                forecast.start(ticket.work)
-                if adaptive is not None:
-                    alone_s = forecast.prefill_s(ticket.prompt_tokens)
+            if forecast is not None:
+                if ticket.work is not None:
+                    forecast.start(ticket.work)
+                alone_s = forecast.prefill_s(ticket.prompt_tokens)
+                if adaptive is not None and alone_s > 0.0:
                     adaptive.sample((waited_s + alone_s) / alone_s, ticket.epoch, self._inflight)
             return True
 
     def first_token(self, ticket: Ticket, now: float) -> None:
-        """A request has its first token: what was predicted for it is judged by it, where that was near the goal."""
-        predicted_s, goal_s = ticket.predicted_ttft_s, self.slo_ttft_s
-        if predicted_s is not None and goal_s is not None and predicted_s >= NEAR * goal_s:
+        """A request has its first token: a prediction is judged by it."""
+        if self.goal is not None:
             with self._lock:
-                self.margin.saw(predicted_s, now - ticket.reserved_s)
+                self.goal.first_token(ticket, now)
+
+    def ended(self, ticket: Ticket) -> None:
+        """Nothing more is computed for a request, whoever still has to read its end."""
+        with self._lock:
+            if ticket.work is not None and self.forecast is not None:
+                self.forecast.leave(ticket.work)
+                ticket.work = None
 
     def take_evicted(self) -> list[Ticket]:
         """Those evicted since this was last asked. For the core, which ends their requests."""
@@ -333,6 +357,10 @@ class Admission:
         return self._not_started
 
     @property
+    def has_lanes(self) -> bool:
+        return self._lanes is not None
+
+    @property
     def moving_limit(self) -> int | None:
         """Where the adaptive limit stands, None without one."""
         return None if self.adaptive is None else self.adaptive.limit
@@ -367,44 +395,10 @@ class Admission:
             stage="queued",
         )
 
-    def _predict(self, ticket: Ticket, forecast: Forecast, now: float) -> None:
-        """Raises where the goal is predicted to be missed."""
-        new_tokens = ticket.cost_tokens - ticket.prompt_tokens
-        if ticket.is_bound and self._tokens_per_byte is not None:
-            ticket.prompt_tokens = max(1, round(ticket.prompt_tokens * self._tokens_per_byte))
-        began_s = self.step_began_s
-        predicted_s = forecast.ttft_s(ticket.prompt_tokens, None if began_s is None else now - began_s)
-        goal_s = self.slo_ttft_s
-        late_s = predicted_s * self.margin.factor
-        if goal_s is not None and late_s > goal_s:
-            self._refused += 1
-            raise SchedulerManagerOverloadedError(
-                limit=goal_s,
-                inflight=self._inflight,
-                reason="slo",
-                # Alone it would miss as well: no waiting mends that.
-                retry_after_s=late_s - goal_s
-                if forecast.prefill_s(ticket.prompt_tokens) <= goal_s
-                else None,
-                measured=late_s,
-            )
-        ticket.predicted_ttft_s = predicted_s
-        ticket.work = forecast.enter(ticket.prompt_tokens, new_tokens)
-
-    def _learn_true_length(self, ticket: Ticket, more_tokens: int, forecast: Forecast) -> None:
-        """A text was tokenised, and turned out to have so many tokens more than were counted for it, or fewer."""
-        assert ticket.work is not None
-        new_tokens = ticket.work.new_tokens
-        true_tokens = max(1, ticket.cost_tokens - new_tokens)
-        if ticket.is_bound:
-            ratio = true_tokens / max(1, true_tokens - more_tokens)
-            known = self._tokens_per_byte
-            self._tokens_per_byte = ratio if known is None else known + _NEWS_SHARE * (ratio - known)
-        ticket.prompt_tokens = true_tokens
-        forecast.revise(ticket.work, true_tokens)
-
     def _evict(self, victim: Ticket, now: float) -> None:
         """Its slot goes to another. No release of the kind that the drain rate counts: nothing was served."""
+        if victim.state is not RESERVED:  # a collection in this very thread has closed its stream
+            return
         victim.is_evicted = True
         self._integrate(now)
         self._give_back(victim, now)

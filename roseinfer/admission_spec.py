@@ -73,11 +73,6 @@ class AdmissionSpec(NamedTuple):
         return self.adaptive is not None or self.slo_ttft_s is not None
 
     @property
-    def reads_cost_model(self) -> bool:
-        """It is better with a cost model, or not possible without."""
-        return self.needs_cost_model or self.queue_timeout_s is not None
-
-    @property
     def reasons(self) -> tuple[str, ...]:
         """Of the refusals that its parts beside the bounds on requests and tokens give."""
         of_parts = {

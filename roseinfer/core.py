@@ -170,6 +170,7 @@ class Core:
 
     def acknowledge(self, request: Request, now: float) -> None:
         """The reader has taken the terminal event: the slot is free. Any thread, any number of times."""
+        request.ticket.is_read = True
         self.admission.release(request.ticket, now)
 
     def expire(self, now: float) -> list[Request]:
@@ -177,18 +178,24 @@ class Core:
         expired = []
         while self._unread:
             request = self._unread[0]
-            if request.ticket.state is not RELEASED:
+            if not request.ticket.is_over:
                 assert request.finished_s is not None
                 if now < request.finished_s + self.unread_timeout_s:
                     break
-                self.admission.release(request.ticket, now)
+                self.acknowledge(request, now)
                 expired.append(request)
             self._unread.popleft()
         return expired
 
-    def next_expiry_s(self) -> float | None:
-        """When `expire` has something to do, if nobody reads until then."""
-        while self._unread and self._unread[0].ticket.state is RELEASED:
+    def next_due_s(self) -> float | None:
+        """When there is something to do though nobody asks for it: a slot that nobody reads, or a request that waits
+        for its tokeniser for too long.
+        """
+        due = (self._next_expiry_s(), self.scheduler.next_timeout_s())
+        return min((at_s for at_s in due if at_s is not None), default=None)
+
+    def _next_expiry_s(self) -> float | None:
+        while self._unread and self._unread[0].ticket.is_over:
             self._unread.popleft()
         if not self._unread:
             return None
@@ -249,11 +256,13 @@ class Core:
         request.finished_s = now
         del self._live[request.request_id]
         self.scheduler.remove(request)
+        if request.ticket.work is not None:
+            self.admission.ended(request.ticket)
         if reason is ABORT and not request.holds_slot:
             self.admission.release(request.ticket, now)
         else:
             self._unread.append(request)
             # One stream that nobody reads must not keep all that were read after it in memory.
             if len(self._unread) > 2 * self.admission.inflight + STALE_SLACK:
-                self._unread = deque(r for r in self._unread if r.ticket.state is not RELEASED)
+                self._unread = deque(r for r in self._unread if not r.ticket.is_over)
         return TokenEvent(request.request_id, token_id, now, reason, error)

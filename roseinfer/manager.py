@@ -168,6 +168,10 @@ class SchedulerManager:
             raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
         is_text = isinstance(prompt, str)
         prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
+        if self.admission.has_lanes and not is_text:
+            self._core.check_fits(
+                prompt_tokens, params.max_new_tokens
+            )  # nobody is evicted for what cannot run
         ticket = self.admission.reserve(
             self._clock(),
             prompt_tokens + params.max_new_tokens,
@@ -348,8 +352,8 @@ class SchedulerManager:
             return self._ended
 
     def _wait_for_command(self) -> None:
-        expiry_s = self._core.next_expiry_s()
-        timeout_s = None if expiry_s is None else min(max(0.0, expiry_s - self._clock()), LONGEST_WAIT_S)
+        due_s = self._core.next_due_s()
+        timeout_s = None if due_s is None else min(max(0.0, due_s - self._clock()), LONGEST_WAIT_S)
         try:
             self._publish(self._inbox.get(timeout=timeout_s)())
         except queue.Empty:

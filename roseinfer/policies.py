@@ -11,6 +11,7 @@ from roseinfer.codel import CoDel
 from roseinfer.errors import InputError
 from roseinfer.forecast import Forecast
 from roseinfer.scheduler import QueuePolicy, SchedulerLimits
+from roseinfer.ttft_goal import TtftGoal
 from roseinfer.waiting import FCFS, SCHEDULINGS, Order
 
 if TYPE_CHECKING:
@@ -28,10 +29,13 @@ def check_policy(
             "weighs what a request will cost: it needs a cost model (roseinfer-bench calibrate RUN makes one)"
         )
         raise InputError(name, str(spec), why)
-    is_plain = (
-        scheduling == FCFS and spec.priority_age_s is None and not (spec.codel and spec.codel.newest_first)
-    )
-    if spec.slo_ttft_s is not None and not is_plain:
+    is_newest_first = spec.codel is not None and spec.codel.newest_first
+    is_reordered = scheduling != FCFS or spec.priority_age_s is not None
+    if is_newest_first and is_reordered:
+        raise InputError(
+            name, str(spec), "newest-first is an order of its own: no lanes, no other --scheduling"
+        )
+    if spec.slo_ttft_s is not None and (is_newest_first or is_reordered):
         raise InputError(
             name, str(spec), "slo predicts a queue in the order of arrival: no lanes, no other order"
         )
@@ -43,15 +47,18 @@ def policies_of(
     """New ones, with nothing in flight. Raises InputError for what cannot work together."""
     check_policy(spec, scheduling, has_cost_model=cost_model is not None)
     forecast = None
-    if cost_model is not None and spec.reads_cost_model:
+    if cost_model is not None:
         mean = cost_model.in_the_mean()
         forecast = Forecast(mean.step, mean.between_steps, limits.seats, limits.max_num_batched_tokens)
+    goal = None
+    if spec.slo_ttft_s is not None and forecast is not None:
+        goal = TtftGoal(spec.slo_ttft_s, forecast)
     admission = Admission(
         spec.inflight,
         spec.tokens,
         adaptive=None if spec.adaptive is None else _adaptive(spec.adaptive),
+        goal=goal,
         forecast=forecast,
-        slo_ttft_s=spec.slo_ttft_s,
         has_lanes=spec.priority_age_s is not None,
     )
     codel = None if spec.codel is None else CoDel(spec.codel.target_s, spec.codel.interval_s)

@@ -135,6 +135,10 @@ class Scheduler:
         if self._half_prefilled is request:
             self._half_prefilled = None
 
+    def next_timeout_s(self) -> float | None:
+        """When somebody will have waited for too long."""
+        return self._timeouts.next_s()
+
     @property
     def has_ready(self) -> bool:
         """Some tokenised request waits."""

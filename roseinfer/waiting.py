@@ -104,6 +104,12 @@ class Timeouts:
             self._heap = [entry for entry in self._heap if entry[2].request_id in self._waiting]
             heapq.heapify(self._heap)
 
+    def next_s(self) -> float | None:
+        """The earliest of them."""
+        while self._heap and self._heap[0][2].request_id not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
     def overdue(self, now: float) -> list[Request]:
         """Takes out those that should have left before `now`, and have not; whoever asks removes them."""
         found: dict[int, Request] = {}

@@ -14,6 +14,7 @@ from roseinfer.forecast import Forecast
 from roseinfer.policies import policies_of
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.sim.cost_model import CostModel, StepCost
+from roseinfer.ttft_goal import TtftGoal
 
 MS_A_TOKEN = CostModel("a millisecond a prompt token", StepCost(0.0, 0.001, 0.0, 0.0, 0.0))
 
@@ -27,7 +28,12 @@ class PlainForecast(Forecast):
 
 def with_goal(ttft_s: float) -> Admission:
     forecast = PlainForecast(MS_A_TOKEN.step, MS_A_TOKEN.between_steps, seats=8, max_num_batched_tokens=512)
-    return Admission(None, forecast=forecast, slo_ttft_s=ttft_s)
+    return Admission(None, goal=TtftGoal(ttft_s, forecast))
+
+
+def factor_of(admission: Admission) -> float:
+    assert admission.goal is not None
+    return admission.goal.margin.factor
 
 
 def made(spec: str, *, scheduling: str = "fcfs", cost_model: CostModel | None = MS_A_TOKEN) -> Admission:
@@ -163,17 +169,78 @@ def test_a_prediction_knows_one_order_only(spec: str, scheduling: str) -> None:
         made(spec, scheduling=scheduling)
 
 
+@pytest.mark.parametrize(
+    ("spec", "scheduling"), [("codel:newest-first", "spf"), ("codel:newest-first+priority", "fcfs")]
+)
+def test_newest_first_is_an_order_of_its_own(spec: str, scheduling: str) -> None:
+    with pytest.raises(InputError, match="newest-first"):
+        made(spec, scheduling=scheduling)
+
+
 def test_who_turned_out_late_makes_the_next_prediction_count_for_more() -> None:
     admission = with_goal(0.25)
     ticket = reserve(admission, 200)
     admission.first_token(ticket, 0.5)  # 0.2 s were predicted
     admission.release(ticket, 0.5)
-    assert reserve(admission, 200).predicted_ttft_s == pytest.approx(0.2)  # the record keeps what was predicted
-    assert refused(admission, 40).measured == pytest.approx(0.24 * admission.margin.factor)
+    assert reserve(admission, 200).predicted_ttft_s == pytest.approx(
+        0.2
+    )  # the record keeps what was predicted
+    assert refused(admission, 40).measured == pytest.approx(0.24 * factor_of(admission))
 
 
 def test_predictions_far_from_the_goal_decide_nothing_and_teach_nothing() -> None:
     admission = with_goal(0.25)
     ticket = reserve(admission, 100)
     admission.first_token(ticket, 5.0)
-    assert admission.margin.factor == 1.0
+    assert factor_of(admission) == 1.0
+
+
+def test_a_margin_that_became_wide_hears_of_better_times() -> None:
+    admission = with_goal(0.25)
+    assert admission.goal is not None
+    admission.goal.margin.factor = 3.0
+    ticket = reserve(admission, 60)  # 0.18 s with the margin
+    admission.first_token(ticket, 0.06)
+    assert factor_of(admission) < 3.0
+
+
+def test_an_idle_engine_takes_what_it_can_serve_whatever_worse_times_have_taught() -> None:
+    admission = with_goal(0.25)
+    assert admission.goal is not None
+    admission.goal.margin.factor = 4.0
+    admission.goal.forecast.correction = 4.0
+    reserve(admission, 100)
+    assert refused(admission, 100).retry_after_s is not None
+    assert refused(with_goal(0.25), 251).retry_after_s is None  # alone it would miss as well
+
+
+def test_what_has_ended_is_no_work_however_long_it_stays_unread() -> None:
+    admission = with_goal(0.25)
+    ticket = reserve(admission, 200)
+    admission.start(ticket)
+    admission.ended(ticket)
+    assert admission.inflight == 1
+    assert reserve(admission, 200).predicted_ttft_s == pytest.approx(0.2)
+    assert admission.release(ticket, 1.0)
+
+
+def test_a_victim_whose_stream_was_closed_a_moment_ago_loses_its_slot_once() -> None:
+    """A collection inside of `reserve` may close the very stream that was chosen."""
+    admission = made("inflight:2+priority")
+    victim = admission.reserve(0.0, 8, prompt_tokens=4, priority=1)
+    admission.reserve(0.0, 8, prompt_tokens=4, priority=1)
+    lanes = admission._lanes
+    assert lanes is not None
+    choose = lanes.victims
+
+    def chosen_and_closed(priority: int, slots: int, tokens: int) -> list[Ticket] | None:
+        victims = choose(priority, slots, tokens)
+        for ticket in victims or ():
+            admission.release(ticket, 0.0)
+        return victims
+
+    lanes.victims = chosen_and_closed  # type: ignore[method-assign]
+    admission.reserve(0.0, 8, prompt_tokens=4, priority=0)
+    counts = admission.counts()
+    assert (counts.inflight, counts.reserved, counts.released) == (2, 3, 1)
+    assert not victim.is_evicted

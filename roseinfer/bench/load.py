@@ -95,7 +95,7 @@ class Load:
     ramp_s: float | None = None
     max_concurrency: int | None = None
     timeout_s: float | None = None
-    retries: RetryPolicy = RetryPolicy()
+    retries: RetryPolicy = RetryPolicy()  # noqa: RUF009 (it cannot change)
     trace: Path | None = None
     time_scale: float = 1.0
     length_scale: float = 1.0

@@ -76,7 +76,7 @@ def peak_without_limit(facts: Iterable[Mapping[str, Any]]) -> int:
     """
     unlimited = [cell for cell in facts if cell["limit"] is None]
     peaks = [cell["peak_inflight"] or cell.get("peak_outstanding") for cell in unlimited]
-    return max([1, *(peak for peak in peaks if peak is not None)])
+    return max([1, *(int(peak) for peak in peaks if peak is not None)])
 
 
 def predictions(

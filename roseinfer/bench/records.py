@@ -21,8 +21,8 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     priority                                      the name of its class, null where all are alike; the same
     status_code, server_queue_s, server_prefill_s null                              as the server says
 
-Where clients retry, a row has the stamps of its last try, but for the columns of the first; `attempts.parquet` has a row
-a try.
+Where clients retry, a row has the stamps of its last try, but for the columns of the first; `attempts.parquet` has a
+row a try.
 
 A refusal of the stage "queued" has the columns of an admitted row too, as far as it got. `reject_stage` "submit" is
 known to the caller before anything is done for the request. What the server's queue timeout dropped has the outcome

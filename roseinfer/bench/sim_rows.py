@@ -15,7 +15,8 @@ from roseinfer.request import ABORT, Request
 from roseinfer.sim.virtual import Arrival, Sent
 
 _BEFORE_OUTCOME: Final = (
-    "request_index scheduled_s permitted_s sent_s last_sent_s attempts waiting_at_send inflight_at_send ended_s".split()
+    "request_index scheduled_s permitted_s sent_s last_sent_s attempts waiting_at_send inflight_at_send"
+    " ended_s".split()
 )
 _UNSERVED: Final = "rejected_s reject_reason reject_stage error".split()
 _SERVED: Final = (

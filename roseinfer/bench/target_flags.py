@@ -85,7 +85,7 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
         check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")
     if o.target == "engine":
         _check_not_simulated(o)
-        if o.cost_model is not None and not any(spec.reads_cost_model for spec in specs):
+        if o.cost_model is not None and not any(spec.needs_cost_model for spec in specs):
             raise wrong("cost_model", o, "needs --target sim, or a policy of --admission that weighs costs")
         return
     if o.cost_model is None:

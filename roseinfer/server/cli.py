@@ -94,7 +94,7 @@ def command(
         typer.Option(
             metavar="FILE",
             help="JSON of the seconds that a step takes here, as roseinfer-bench calibrate writes it, for policies that"
-            " weigh what a request will cost (slo, aimd, gradient; queue-timeout gains by it).",
+            " weigh what a request will cost (slo, aimd, gradient).",
         ),
     ] = None,
     max_active_requests: Annotated[int | None, whole_option(help="Requests that run at a time.")] = None,
@@ -149,7 +149,7 @@ def command(
     if scheduling not in (FCFS, SPF):
         raise InputError("--scheduling", scheduling, f"must be {FCFS} or {SPF}")
     check_policy(limit, scheduling, has_cost_model=cost_model is not None, name="--admission")
-    if cost_model is not None and not limit.reads_cost_model:
+    if cost_model is not None and not limit.needs_cost_model:
         raise InputError("--cost-model", str(cost_model), "needs a policy of --admission that weighs costs")
     costs = None if cost_model is None else CostModel.read(cost_model)
     if port > LAST_PORT:
@@ -192,7 +192,9 @@ def command(
         )
         said = "no limit on requests in flight"
         if limit.inflight is not None and limit.is_count_alone:
-            said = f"at most {limit.inflight} requests in flight in this process (each process counts its own)"
+            said = (
+                f"at most {limit.inflight} requests in flight in this process (each process counts its own)"
+            )
         elif limit != AdmissionSpec():
             said = f"admission {limit} in this process (each process counts its own)"
         address, bound_port = sock.getsockname()[:2]

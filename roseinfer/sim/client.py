@@ -54,6 +54,66 @@ class Story:
         self.is_over = False
 
 
+class Comebacks:
+    """A client's requests that it may try again, by index, until all of their tries are over."""
+
+    def __init__(self, rules: ClientRules, retrier: Retrier) -> None:
+        self._retrier = retrier
+        self._timeout_s = float("inf") if rules.timeout_s is None else rules.timeout_s
+        self._per_try_s = float("inf") if rules.per_try_timeout_s is None else rules.per_try_timeout_s
+        self._stories: dict[int, Story] = {}
+
+    def due(self, index: int) -> tuple[int, Arrival, float]:
+        """A request whose next try is due, as `Outbox.take` gives it."""
+        return index, self._stories[index].arrival, self._stories[index].permitted_s
+
+    def next_try(self, due: tuple[int, Arrival, float]) -> int:
+        """The number of the try that is sent now; the story of its request begins with 1."""
+        index, arrival, permitted_s = due
+        story = self._stories.get(index)
+        if story is None:
+            story = self._stories[index] = Story(arrival, permitted_s)
+            self._retrier.begin()
+        return len(story.tries) + 1
+
+    def add(self, sent: Sent) -> None:
+        """This try was sent."""
+        story = self._stories[sent.index]
+        story.tries.append(sent)
+        story.n_open += 1
+        sent.attempt = len(story.tries)
+
+    def give_up_s(self, sent: Sent) -> float:
+        """When the client gives this try up; inf: never."""
+        return min(self._end_s(sent), sent.sent_s + self._per_try_s)
+
+    def served(self, sent: Sent) -> None:
+        self._stories[sent.index].is_over = True
+
+    def again_s(self, sent: Sent, failure: BaseException | None, now: float) -> float | None:
+        """When a try that has failed is followed by another; None: the request is over for its client."""
+        left_s = self._end_s(sent) - now
+        delay_s = self._retrier.delay_after_s(failure, sent.index, sent.attempt, left_s)
+        if delay_s is None:
+            self._stories[sent.index].is_over = True
+            return None
+        return now + delay_s
+
+    def end(self, sent: Sent) -> Sent | None:
+        """The engine is done with this try. The last one of its request, with the others, where all of it is over."""
+        story = self._stories[sent.index]
+        story.n_open -= 1
+        if story.n_open or not story.is_over:
+            return None
+        del self._stories[sent.index]
+        *earlier, last = story.tries
+        last.earlier = tuple(earlier)
+        return last
+
+    def _end_s(self, sent: Sent) -> float:
+        return self._stories[sent.index].tries[0].sent_s + self._timeout_s
+
+
 class Outbox:
     """The requests that are held back, and the permits that nobody holds.
 
@@ -99,8 +159,7 @@ class Outbox:
                 permitted_s = max(arrival.time_s, free_s)
         self.taken += 1
         self.outstanding += 1
-        if self.outstanding > self.peak:
-            self.peak = self.outstanding
+        self.peak = max(self.peak, self.outstanding)
         return index, arrival, permitted_s
 
     def ended(self, now: float) -> None:

@@ -22,7 +22,7 @@ from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
-from roseinfer.sim.client import ClientRules, Outbox, Story
+from roseinfer.sim.client import ClientRules, Comebacks, Outbox
 from roseinfer.sim.cost_model import CostModel
 from roseinfer.sim.costs import Costs, StepsOnly
 from roseinfer.waiting import FCFS, STALE_SLACK
@@ -80,7 +80,8 @@ class Sent:
 
     `waiting` is how many waited for a seat when it was sent. `fate` is the request as it ended, its refusal, or the
     error of a prompt that can never fit; where that was found when it was tokenised, `error` is it. `received_s` is
-    when its client got each token, up to `gave_up_s`, and `ended_s` when the end. The last try of a request has the `earlier` ones.
+    when its client got each token, up to `gave_up_s`, and `ended_s` when the end. The last try of a request has the
+    `earlier` ones.
     """
 
     index: int
@@ -182,12 +183,11 @@ class _Simulation:
     ) -> None:
         self.costs = costs
         self.client = client
-        self.retrier = None if client.retrier is None else client.retrier()
-        self.stories: dict[int, Story] = {}  # of requests that may be tried again and are not over, by index
+        self.comebacks = None if client.retrier is None else Comebacks(client, client.retrier())
         self.again: deque[int] = deque()  # those whose next try is due
         self.on_request = on_request
         # A try is over for the client and the engine.
-        self.on_try = on_request if self.retrier is None else self._end_try
+        self.on_try = on_request if self.comebacks is None else self._end_try
         self.on_step = on_step
         sizes = SchedulerLimits(
             limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
@@ -280,11 +280,12 @@ class _Simulation:
     def _send(self, now: float) -> None:
         """Sends whatever may be sent now. A refused request ends at once, and so lets the next of a schedule go."""
         while self.submitting is None and (self.held or self.is_closed or self.again):
-            due = self._take_again() if self.again else self.outbox.take(now)
+            due = self.outbox.take(now) if self.comebacks is None or not self.again else self._due_again()
             if due is None:
                 return
             index, arrival, permitted_s = due
-            request_id = index if self.retrier is None else self._next_id(due)
+            attempt = 1 if self.comebacks is None else self.comebacks.next_try(due)
+            request_id = index + (attempt - 1) * TRY_IDS
             due_s, prompt_tokens, *_ = arrival
             waiting = self.core.admission.not_started
             fate = self._reserve(request_id, arrival, now)
@@ -295,8 +296,8 @@ class _Simulation:
             sent = Sent(
                 index, due_s, permitted_s, now, returned_s, prompt_tokens, waiting, fate, arrival.priority
             )
-            if self.retrier is not None:
-                self._add_try(sent)
+            if self.comebacks is not None:
+                self.comebacks.add(sent)
             self.last_sent_s = now
             if returned_s > now:
                 self.submitting = sent
@@ -309,8 +310,10 @@ class _Simulation:
         if isinstance(sent.fate, Request):
             self.open[sent.fate.request_id] = sent
             self._enter(sent, sent.fate, now)
-            if self.client.timeout_s is not None or self.client.per_try_timeout_s is not None:
-                self._set_deadline(sent, max(now, self._deadline_s(sent)))
+            if self.comebacks is not None:
+                self._set_deadline(sent, max(now, self.comebacks.give_up_s(sent)))
+            elif self.client.timeout_s is not None:
+                self._set_deadline(sent, max(now, sent.sent_s + self.client.timeout_s))
             return
         if self._is_last(sent, now):
             back_s = self.outbox.refused(now)
@@ -319,6 +322,8 @@ class _Simulation:
         self.on_try(sent)
 
     def _set_deadline(self, sent: Sent, at_s: float) -> None:
+        if at_s == float("inf"):
+            return
         heapq.heappush(self.heap, (at_s, DEADLINE, sent.request_id))
         if len(self.heap) > 2 * len(self.open) + STALE_SLACK:
             # Deadlines of what has ended long before them must not pile up.
@@ -356,58 +361,26 @@ class _Simulation:
 
     # ---- a client that comes back ----
 
-    def _take_again(self) -> tuple[int, Arrival, float]:
-        index = self.again.popleft()
-        return index, self.stories[index].arrival, self.stories[index].permitted_s
-
-    def _next_id(self, due: tuple[int, Arrival, float]) -> int:
-        """The request id of the try that is sent now; the story of its request begins with the first."""
-        assert self.retrier is not None
-        index, arrival, permitted_s = due
-        story = self.stories.get(index)
-        if story is None:
-            story = self.stories[index] = Story(arrival, permitted_s)
-            self.retrier.begin()
-        return index + len(story.tries) * TRY_IDS
-
-    def _add_try(self, sent: Sent) -> None:
-        story = self.stories[sent.index]
-        story.tries.append(sent)
-        story.n_open += 1
-        sent.attempt = len(story.tries)
-
-    def _deadline_s(self, sent: Sent) -> float:
-        """When the client gives the try up."""
-        rules = self.client
-        first_sent_s = sent.sent_s if self.retrier is None else self.stories[sent.index].tries[0].sent_s
-        return min(
-            NEVER_S if rules.timeout_s is None else first_sent_s + rules.timeout_s,
-            NEVER_S if rules.per_try_timeout_s is None else sent.sent_s + rules.per_try_timeout_s,
-        )
-
     def _is_last(self, sent: Sent, now: float) -> bool:
         """A try has ended for the client; False: another follows, and it sees to that."""
-        if self.retrier is None:
+        if self.comebacks is None:
             return True
-        story = self.stories[sent.index]
         failure = sent.error if isinstance(sent.fate, Request) else sent.fate
-        if failure is not None or sent.gave_up_s is not None:
-            timeout_s = self.client.timeout_s
-            left_s = NEVER_S if timeout_s is None else story.tries[0].sent_s + timeout_s - now
-            delay_s = self.retrier.delay_after_s(failure, sent.index, sent.attempt, left_s)
-            if delay_s is not None:
-                heapq.heappush(self.heap, (now + delay_s, RETRY, sent.index))
-                return False
-        story.is_over = True
-        return True
+        if failure is None and sent.gave_up_s is None:
+            self.comebacks.served(sent)
+            return True
+        again_s = self.comebacks.again_s(sent, failure, now)
+        if again_s is not None:
+            heapq.heappush(self.heap, (again_s, RETRY, sent.index))
+        return again_s is None
+
+    def _due_again(self) -> tuple[int, Arrival, float] | None:
+        assert self.comebacks is not None
+        return self.comebacks.due(self.again.popleft())
 
     def _end_try(self, sent: Sent) -> None:
-        story = self.stories[sent.index]
-        story.n_open -= 1
-        if story.is_over and not story.n_open:
-            del self.stories[sent.index]
-            *earlier, last = story.tries
-            last.earlier = tuple(earlier)
+        assert self.comebacks is not None
+        if (last := self.comebacks.end(sent)) is not None:
             self.on_request(last)
 
     # ---- the engine's side ----
@@ -418,6 +391,8 @@ class _Simulation:
         core = self.core
         is_text = not self.workers or self.costs.tokenize_seconds(prompt_tokens) > 0
         try:
+            if core.admission.has_lanes and not is_text:
+                core.check_fits(prompt_tokens, max_new_tokens)
             ticket = core.admission.reserve(
                 now,
                 prompt_tokens + max_new_tokens,
@@ -425,7 +400,7 @@ class _Simulation:
                 prompt_tokens=prompt_tokens,
                 priority=priority,
             )
-        except SchedulerManagerOverloadedError as refusal:
+        except (SchedulerManagerOverloadedError, InputError) as refusal:
             return refusal.with_traceback(None)  # which would keep this frame alive
         prompt_ids = None
         if not is_text:

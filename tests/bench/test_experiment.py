@@ -283,7 +283,10 @@ def test_lengths_whose_typical_request_does_not_fit_are_refused_as_that() -> Non
     [
         ({"scheduling": "lifo"}, "--scheduling 'lifo'"),
         ({"scheduling": "edf"}, "--scheduling 'edf': needs --ttft-deadline"),
-        ({"admission": "inflight:4+priority"}, "--admission 'inflight:4+priority:age=10s': needs --priority-mix"),
+        (
+            {"admission": "inflight:4+priority"},
+            "--admission 'inflight:4+priority:age=10s': needs --priority-mix",
+        ),
         ({"admission": "slo:ttft=1s"}, "--admission 'slo:ttft=1s': weighs"),
         ({"cost_model": Path("m.json")}, "--cost-model"),
     ],

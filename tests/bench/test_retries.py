@@ -28,7 +28,9 @@ def delays(name: str, n_tries: int = 1, n: int = 200, *, retry_after_s: float | 
 
 
 def refusal(reason: str, stage: str = "submit") -> SchedulerManagerOverloadedError:
-    return SchedulerManagerOverloadedError(limit=1, inflight=1, reason=reason, retry_after_s=None, stage=stage)
+    return SchedulerManagerOverloadedError(
+        limit=1, inflight=1, reason=reason, retry_after_s=None, stage=stage
+    )
 
 
 def test_without_retries_there_is_one_try() -> None:

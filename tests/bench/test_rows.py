@@ -120,7 +120,12 @@ def test_a_request_that_was_never_sent_has_a_row() -> None:  # cases C11, D9
         (Cell(AdmissionSpec(4), 8, None, 4), "burst", True, 7),  # --prompt: the length of its text
         (Cell(AdmissionSpec(4), None, None, 4), "trace", False, None),
         (Cell(AdmissionSpec(4), None, None, None), "poisson", False, None),  # a replayed workload
-        (Cell(AdmissionSpec(4), None, None, 4), "poisson", False, None),  # another, that has one of the two lengths
+        (
+            Cell(AdmissionSpec(4), None, None, 4),
+            "poisson",
+            False,
+            None,
+        ),  # another, that has one of the two lengths
     ],
 )
 def test_the_length_of_a_cell_is_what_was_asked_for(

@@ -40,7 +40,13 @@ from tests.sim.scripted_costs import Scripted, a_second_a_token, burst, one_seco
 COST_MODEL = CostModel("a second a step", StepCost(1.0, 0.0, 0.0, 0.0, 0.0))
 
 POLICIES = (
-    *("tokens:60", "tokens:200", "inflight:4+tokens:100", "queue-timeout:2s", "inflight:6+queue-timeout:500ms"),
+    *(
+        "tokens:60",
+        "tokens:200",
+        "inflight:4+tokens:100",
+        "queue-timeout:2s",
+        "inflight:6+queue-timeout:500ms",
+    ),
     *("codel:target=500ms:interval=2s", "codel:target=500ms:interval=1s:newest-first", "inflight:4+priority"),
     *("tokens:80+priority:age=2s", "inflight:3+tokens:100+priority:age=1s+queue-timeout:4s", "slo:ttft=3s"),
     *("aimd:init=3:slowdown=1.5", "gradient:init=3:slowdown=1.5+tokens:200", "aimd:init=2+priority:age=2s"),
@@ -314,6 +320,13 @@ def test_deadlines_are_the_same_in_both_worlds() -> None:  # case A18
     assert any(r.token_times_s for r in served(run) if r.request_id in run.timed_out)
 
 
+def _that_go_together(limits: SimLimits) -> SimLimits:
+    admission = limits.admission or ""
+    if "slo" in admission or "newest-first" in admission:
+        limits = limits._replace(scheduling="fcfs")
+    return limits._replace(max_inflight_requests=None) if admission else limits
+
+
 def reasons(run: SimRun) -> set[str]:
     """Why requests were refused or dropped."""
     errors = [sent.fate if sent.error is None else sent.error for sent in run.sent]
@@ -386,7 +399,7 @@ sizes = st.builds(
     admission=st.sampled_from([None, None, *POLICIES]),
     cost_model=st.just(COST_MODEL),
     scheduling=st.sampled_from(["fcfs", "fcfs", "spf", "edf"]),
-).map(lambda limits: limits._replace(scheduling="fcfs") if "slo" in (limits.admission or "") else limits).map(lambda limits: limits._replace(max_inflight_requests=None) if limits.admission else limits)
+).map(_that_go_together)
 all_costs = st.builds(
     Scripted,
     step=st.sampled_from([one_second, lambda plan: 0.5 * len(plan.spans), a_second_a_token]),

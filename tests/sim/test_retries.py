@@ -36,9 +36,7 @@ class After(Retrier):
         return None if delay_s is None else self.seconds
 
 
-def play(
-    requests: Sequence[tuple[float, int]], rules: ClientRules, limits: SimLimits = ALONE
-) -> SimRun:
+def play(requests: Sequence[tuple[float, int]], rules: ClientRules, limits: SimLimits = ALONE) -> SimRun:
     """Requests of (time, new tokens), each token a second long."""
     return simulate([Arrival(time_s, 4, n) for time_s, n in requests], limits, one_second, rules)
 
@@ -138,9 +136,9 @@ def test_a_budget_bounds_the_retries_of_all_requests_together() -> None:  # case
 
 
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 20).map(lambda n: n / 2), st.integers(1, 4)), max_size=20
-    ).map(sorted),
+    requests=st.lists(st.tuples(st.integers(0, 20).map(lambda n: n / 2), st.integers(1, 4)), max_size=20).map(
+        sorted
+    ),
     policy=st.builds(RetryPolicy, st.sampled_from(RETRIES), st.sampled_from([None, 0.1, 1.0])),
     limit=st.sampled_from([None, 1, 3]),
     cap=st.sampled_from([None, 1, 4]),
