@@ -54,11 +54,6 @@ class Service:
         """The engine runs, or has ended because it was told to."""
         return self.manager.died_of is None
 
-    @property
-    def is_ready(self) -> bool:
-        """Requests are taken, as far as there are slots."""
-        return self.is_alive and not self.draining
-
     def accept(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
