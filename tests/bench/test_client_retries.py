@@ -139,7 +139,10 @@ def test_an_interrupt_does_not_wait_for_whoever_would_come_back(monkeypatch: pyt
         signal.signal(signal.SIGINT, before)
     rows = caught.value.result.requests
     assert rows["attempts"].tolist() == [1, 1]
-    assert (rows["outcome"][1], rows["error"][1]) == (Outcome.INCOMPLETE, "interrupted")  # not refused for good
+    assert (rows["outcome"][1], rows["error"][1]) == (
+        Outcome.INCOMPLETE,
+        "interrupted",
+    )  # not refused for good
     assert rows["ended_s"][1] >= rows["sent_s"][1]
 
 

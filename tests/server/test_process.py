@@ -100,8 +100,8 @@ def test_what_is_computed_may_be_read_for_the_rest_of_the_drain(monkeypatch: pyt
     with served(engine, send_buffer=4096) as one, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(one.address)
-        reader.sendall(request_bytes({"prompt": "x", "max_tokens": 1500, "stream": True}))
-        until(lambda: one.manager.inflight == 1 and len(engine.plans) == 1500)
+        reader.sendall(request_bytes({"prompt": "x", "max_tokens": 600, "stream": True}))
+        until(lambda: one.manager.inflight == 1 and len(engine.plans) == 600)
         one.end()
         until(lambda: (one.server.config.timeout_graceful_shutdown or 0) > 1)
         data = reader.makefile("rb").read()
