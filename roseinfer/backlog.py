@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from roseinfer.kv_cache import blocks_for
+
 INFLOW_GAIN: Final = 0.1
 """Weight of the newest step in the average of what comes in a step."""
 
@@ -62,6 +64,7 @@ class Backlog:
         self.half_tokens = 0
         self.prefill_tokens = self.pairs = self.decodes = self.context_tokens = 0  # left
         self.seat_steps = self.squared_seat_steps = 0  # of whole requests: a step a token
+        self.kv_blocks = 0  # that these take once they run
         self.came_tokens = 0  # of prompts, since the last step
         self.inflow_tokens = 0.0  # of prompts in a step, on average
         self._steps = 0
@@ -77,6 +80,7 @@ class Backlog:
         self.context_tokens += attended(prompt_tokens, new_tokens - 1)
         self.seat_steps += new_tokens
         self.squared_seat_steps += new_tokens * new_tokens
+        self.kv_blocks += blocks_for(prompt_tokens + new_tokens)
         self.came_tokens += prompt_tokens
         return Work(prompt_tokens, new_tokens)
 
@@ -131,6 +135,7 @@ class Backlog:
         self.context_tokens += sign * work.context_tokens
         self.seat_steps += sign * work.new_tokens
         self.squared_seat_steps += sign * work.new_tokens**2
+        self.kv_blocks += sign * blocks_for(work.prompt_tokens + work.new_tokens)
         if work.is_started:
             self.running += sign
             self.half_prefilled += sign * is_prefilling

@@ -1,8 +1,8 @@
 """When would a request that came now have its first token? Predicted from sums over what is in flight, in O(1).
 
-The engine computes at most T tokens a step, first come first served, and has S seats. A newcomer waits for the end of
-the step that runs (half of it, where nobody says when it began), and then for so many steps, the one of its own first
-token included:
+The engine computes at most T tokens a step, first come first served, and has S seats, or as many as its KV cache holds
+requests of the mean size of those in flight. A newcomer waits for the end of the step that runs (half of it, where
+nobody says when it began), and then for so many steps, the one of its own first token included:
 
     by tokens    A / (T - riders), rounded up: A prompt tokens are to be prefilled up to its own last one; a rider
                  decodes, at a token a step, and up to S - 1 do
@@ -40,19 +40,25 @@ LARGEST_CORRECTION: Final = 4.0
 
 
 class Forecast:
-    """Of an engine with `seats` that computes up to `max_num_batched_tokens` a step, which take `step` and `between`.
+    """Of an engine with `seats` and `kv_blocks` that computes up to `max_num_batched_tokens` a step.
 
-    Seconds are multiplied by `correction`, which follows how far predictions were off. No clock, no lock: whoever
-    reserves guards it.
+    Steps take `step` and `between`. Seconds are multiplied by `correction`, which follows how far predictions were off.
+    No clock, no lock: whoever reserves guards it.
     """
 
     def __init__(
-        self, step: StepCost, between: BetweenStepsCost, seats: int, max_num_batched_tokens: int
+        self,
+        step: StepCost,
+        between: BetweenStepsCost,
+        seats: int,
+        max_num_batched_tokens: int,
+        kv_blocks: int,
     ) -> None:
         self.step = step
         self.between = between
         self.seats = seats
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.kv_blocks = kv_blocks
         self.backlog = Backlog()
         self.correction = 1.0
         self._constant_s = step.constant_s + between.constant_s
@@ -120,8 +126,9 @@ class Forecast:
     def _queued_s(self, prompt_tokens: int) -> tuple[float, float]:
         """The whole step that runs, and from its end to the first token of a newcomer, without correction."""
         log, step = self.backlog, self.step
+        seats = min(self.seats, max(self.kv_blocks * log.inflight // log.kv_blocks, 1))
         riders = log.running - log.half_prefilled
-        budget = self.max_num_batched_tokens - min(log.running, self.seats - 1)
+        budget = self.max_num_batched_tokens - min(log.running, seats - 1)
         context_s = step.context_token_s * log.context_tokens / max(log.decodes, 1)
         decode_s = step.decode_request_s + self.between.request_s + context_s
         prefill_s = step.prefill_token_s * log.prefill_tokens + step.attention_pair_s * log.pairs
@@ -135,15 +142,15 @@ class Forecast:
         steps: float = -(-tokens // budget)
         came_tokens = max(log.came_tokens, log.inflow_tokens) * (steps - 0.5)
         shared_tokens = min(steps * budget - tokens, came_tokens)
-        if log.inflight < self.seats:
+        if log.inflight < seats:
             each = decodes / log.inflight
             waiting = log.inflight - log.running  # these start one by one, and so ride half of the steps
             decoded = min(decodes, riders * min(steps, each) + waiting * min(steps / 2, each))
         else:
-            others = self.seats - 1
+            others = seats - 1
             left = others * (log.squared_seat_steps / log.seat_steps - 1) / 2
             held = log.decodes + log.prefilling
-            seat_steps = max((held - left) / self.seats - 1, 0.0) + own_steps
+            seat_steps = max((held - left) / seats - 1, 0.0) + own_steps
             if seat_steps > steps:
                 steps, shared_tokens = seat_steps, 0.0
             else:

@@ -97,11 +97,13 @@ class SchedulerManager:
         self.limits.check()
         self.spec = admission_of(max_inflight_requests, admission)
         """Which requests get in."""
-        self.admission, policy = policies_of(self.spec, scheduling, self.limits, cost_model)
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
             )
+        )
+        self.admission, policy = policies_of(
+            self.spec, scheduling, self.limits, cost_model, num_kv_blocks=kv_cache.num_blocks
         )
         self._core = Core(
             limits=self.limits,

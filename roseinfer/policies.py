@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from roseinfer.adaptive import Aimd, Gradient
@@ -35,6 +36,12 @@ def check_policy(
         raise InputError(
             name, str(spec), "newest-first is an order of its own: no lanes, no other --scheduling"
         )
+    if spec.slo_ttft_s is not None and (spec.queue_timeout_s or math.inf) < spec.slo_ttft_s:
+        raise InputError(
+            name,
+            str(spec),
+            "lets in what it drops: the queue-timeout must not be shorter than the goal of slo",
+        )
     if spec.slo_ttft_s is not None and (is_newest_first or is_reordered):
         raise InputError(
             name, str(spec), "slo predicts a queue in the order of arrival: no lanes, no other order"
@@ -42,14 +49,21 @@ def check_policy(
 
 
 def policies_of(
-    spec: AdmissionSpec, scheduling: str, limits: SchedulerLimits, cost_model: CostModel | None
+    spec: AdmissionSpec,
+    scheduling: str,
+    limits: SchedulerLimits,
+    cost_model: CostModel | None,
+    *,
+    num_kv_blocks: int,
 ) -> tuple[Admission, QueuePolicy]:
     """New ones, with nothing in flight. Raises InputError for what cannot work together."""
     check_policy(spec, scheduling, has_cost_model=cost_model is not None)
     forecast = None
     if cost_model is not None:
         mean = cost_model.in_the_mean()
-        forecast = Forecast(mean.step, mean.between_steps, limits.seats, limits.max_num_batched_tokens)
+        forecast = Forecast(
+            mean.step, mean.between_steps, limits.seats, limits.max_num_batched_tokens, num_kv_blocks
+        )
     goal = None
     if spec.slo_ttft_s is not None and forecast is not None:
         goal = TtftGoal(spec.slo_ttft_s, forecast)

@@ -129,10 +129,17 @@ class CoreDriver:
     ) -> None:
         self.now = 0.0
         limits = SchedulerLimits(batch, active, budget)
-        admission, queue_policy = policies_of(admission_of(limit, policy), scheduling, limits, cost_model)
+        kv_cache = KVCache(blocks_for(kv_tokens))
+        admission, queue_policy = policies_of(
+            admission_of(limit, policy),
+            scheduling,
+            limits,
+            cost_model,
+            num_kv_blocks=kv_cache.num_blocks,
+        )
         self.core = Core(
             limits=limits,
-            kv_cache=KVCache(blocks_for(kv_tokens)),
+            kv_cache=kv_cache,
             admission=admission,
             policy=queue_policy,
             max_model_len=max_model_len,

@@ -27,7 +27,9 @@ class PlainForecast(Forecast):
 
 
 def with_goal(ttft_s: float) -> Admission:
-    forecast = PlainForecast(MS_A_TOKEN.step, MS_A_TOKEN.between_steps, seats=8, max_num_batched_tokens=512)
+    forecast = PlainForecast(
+        MS_A_TOKEN.step, MS_A_TOKEN.between_steps, seats=8, max_num_batched_tokens=512, kv_blocks=1 << 16
+    )
     return Admission(None, goal=TtftGoal(ttft_s, forecast))
 
 
@@ -38,7 +40,7 @@ def factor_of(admission: Admission) -> float:
 
 def made(spec: str, *, scheduling: str = "fcfs", cost_model: CostModel | None = MS_A_TOKEN) -> Admission:
     limits = SchedulerLimits(8, None, 512)
-    return policies_of(parse_admission(spec), scheduling, limits, cost_model)[0]
+    return policies_of(parse_admission(spec), scheduling, limits, cost_model, num_kv_blocks=1 << 16)[0]
 
 
 def reserve(
@@ -167,6 +169,12 @@ def test_what_weighs_costs_needs_a_cost_model(spec: str) -> None:
 def test_a_prediction_knows_one_order_only(spec: str, scheduling: str) -> None:
     with pytest.raises(InputError, match="order of arrival"):
         made(spec, scheduling=scheduling)
+
+
+def test_a_queue_timeout_shorter_than_the_goal_would_drop_what_was_let_in() -> None:
+    made("slo:ttft=1s+queue-timeout:1s")
+    with pytest.raises(InputError, match="lets in what it drops"):
+        made("slo:ttft=1s+queue-timeout:900ms")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roseinfer.backlog import Backlog
 from roseinfer.forecast import LARGEST_CORRECTION, OBSERVED, Forecast, Work
+from roseinfer.kv_cache import blocks_for
 from roseinfer.request import Request
 from roseinfer.sim.cost_model import BetweenStepsCost, CostModel, StepCost
 from roseinfer.sim.virtual import Arrival, SimLimits, SimRun, simulate
@@ -24,8 +25,10 @@ KV_TOKENS = 32 * 1024
 """Enough for 32 requests, and soon checked."""
 
 
-def forecast_of(step: StepCost, seats: int = 2, max_num_batched_tokens: int = 10) -> Forecast:
-    return Forecast(step, BetweenStepsCost(), seats, max_num_batched_tokens)
+def forecast_of(
+    step: StepCost, seats: int = 2, max_num_batched_tokens: int = 10, kv_blocks: int = 1 << 16
+) -> Forecast:
+    return Forecast(step, BetweenStepsCost(), seats, max_num_batched_tokens, kv_blocks)
 
 
 def sums(backlog: Backlog) -> dict[str, float]:
@@ -45,7 +48,7 @@ def test_alone_a_prompt_takes_as_many_steps_as_chunks(prompt_tokens: int, steps:
 
 
 def test_alone_a_prompt_takes_what_the_cost_model_says() -> None:
-    forecast = Forecast(GPU.step, GPU.between_steps, 8, 512)
+    forecast = Forecast(GPU.step, GPU.between_steps, 8, 512, 1 << 16)
     run = simulate([Arrival(0.0, 1200, 1)], SimLimits(), GPU.costs(0, as_text=False))
     assert isinstance(run.sent[0].fate, Request)
     assert forecast.prefill_s(1200) == pytest.approx(run.sent[0].fate.first_token_s)
@@ -92,6 +95,13 @@ def test_where_seats_are_full_decodes_have_to_end_first() -> None:
     forecast.advance(work, 1)
     forecast.enter(5, 4)
     assert forecast.ttft_s(5) == 0.5 + 1 + 4 + 1
+
+
+@pytest.mark.parametrize(("kv_blocks", "expected_s"), [(1, 0.5 + 3 + 1), (2, 0.5 + 1)])
+def test_a_cache_that_holds_fewer_than_the_seats_bounds_what_runs(kv_blocks: int, expected_s: float) -> None:
+    forecast = forecast_of(SECOND_A_STEP, seats=4, kv_blocks=kv_blocks)
+    forecast.start(forecast.enter(5, 4))  # a block
+    assert forecast.ttft_s(5) == expected_s
 
 
 def test_a_text_counts_with_its_bound_until_its_tokens_are_known() -> None:
@@ -156,11 +166,18 @@ def predictions(run: SimRun, forecast: Forecast, *, knows_steps: bool) -> list[t
     return found
 
 
-def errors(model: CostModel, seats: int, arrivals: list[Arrival], *, knows_steps: bool = True) -> list[float]:
+def errors(
+    model: CostModel,
+    seats: int,
+    arrivals: list[Arrival],
+    *,
+    knows_steps: bool = True,
+    kv_tokens: int = KV_TOKENS,
+) -> list[float]:
     """predicted / actual - 1 of every request, in ascending order."""
-    limits = SimLimits(max_batch_size=seats, kv_cache_tokens=KV_TOKENS)
+    limits = SimLimits(max_batch_size=seats, kv_cache_tokens=kv_tokens)
     run = simulate(arrivals, limits, model.costs(0, as_text=False))
-    forecast = Forecast(model.step, model.between_steps, seats, 512)
+    forecast = Forecast(model.step, model.between_steps, seats, 512, blocks_for(kv_tokens))
     pairs = predictions(run, forecast, knows_steps=knows_steps)
     found = sorted(predicted_s / actual_s - 1 for predicted_s, actual_s in pairs)
     assert not any(sums(forecast.backlog).values())
@@ -201,6 +218,13 @@ def test_of_a_burst_of_equal_requests(
     found = errors(model, seats, [Arrival(0.0, prompt_tokens, new_tokens)] * 256)
     assert middle([abs(error) for error in found]) < 0.06
     assert abs(middle(found)) < 0.04
+
+
+@MODELS
+def test_of_a_burst_that_the_kv_cache_bounds_and_not_the_seats(model: CostModel) -> None:
+    found = errors(model, 32, mixed(64, 0.0), kv_tokens=4 * (288 + 18))
+    assert middle([abs(error) for error in found]) < 0.15
+    assert abs(middle(found)) < 0.15
 
 
 @MODELS
@@ -301,7 +325,7 @@ def test_sums_are_those_of_the_requests_and_come_back_to_0(history: list[tuple[i
 
 @given(st.lists(st.tuples(st.integers(1, 600), st.integers(1, 40)), min_size=2, max_size=60))
 def test_whoever_comes_behind_more_whole_steps_of_work_waits_longer(lengths: list[tuple[int, int]]) -> None:
-    forecast = Forecast(CPU.step, CPU.between_steps, 1, 512)
+    forecast = Forecast(CPU.step, CPU.between_steps, 1, 512, 1 << 16)
     predicted_s = []
     for prompt_tokens, new_tokens in lengths:
         predicted_s.append(forecast.ttft_s(512))

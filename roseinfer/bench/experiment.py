@@ -19,7 +19,7 @@ from roseinfer.bench.options import DEVICES, DTYPES, NOT_CONFIGURATION, RunOptio
 from roseinfer.bench.target_flags import check_target, unread
 from roseinfer.errors import InputError
 from roseinfer.model_source import local_path
-from roseinfer.waiting import EDF
+from roseinfer.waiting import EDF, SPF
 
 if TYPE_CHECKING:
     from roseinfer.bench.replay import Replay
@@ -245,6 +245,8 @@ def _check_order(o: RunOptions, limits: list[AdmissionSpec], class_names: tuple[
     """Raises InputError for an order of waiting that would be that of arrival, since nothing tells requests apart."""
     if o.scheduling == EDF and o.ttft_deadline is None:
         raise wrong("scheduling", o, "needs --ttft-deadline: without deadlines none is earlier")
+    if o.scheduling == SPF and o.trace is None and o.workload is None and o.prompt_len_dist == "fixed":
+        raise wrong("scheduling", o, "needs --prompt-len-dist: of equal prompts none is shorter")
     lanes = [limit for limit in limits if limit.priority_age_s is not None]
     if lanes and not class_names and not is_url(o.target):
         raise InputError("--admission", str(lanes[0]), "needs --priority-mix: all requests are of one class")

@@ -40,16 +40,17 @@ def draw_all(
     folder: Path,
     *,
     steps: pd.DataFrame | None = None,
+    attempts: pd.DataFrame | None = None,
     workload: pd.DataFrame | None = None,
     prediction_errors: pd.DataFrame | None = None,
 ) -> list[Path]:
     """Draw every figure that the run can carry into `folder`: a PNG, an SVG and the CSV behind them.
 
     `requests` holds rows of REQUEST_SCHEMA, `summary` one row per cell and repeat and a pooled one per cell
-    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained), `workload` all that
-    was to be sent (None: nobody knows the prompts of refused requests), `prediction_errors` those of
-    `prediction.errors` (None: nothing was predicted). Returns the files in the order of writing. Raises RunError if
-    `folder` cannot be written.
+    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained), `attempts` the
+    tries of clients that come back, `workload` all that was to be sent (None: nobody knows the prompts of refused
+    requests), `prediction_errors` those of `prediction.errors` (None: nothing was predicted). Returns the files in the
+    order of writing. Raises RunError if `folder` cannot be written.
     """
     points = points_data(summary)
     figures: list[_FigureOf] = [
@@ -57,7 +58,7 @@ def draw_all(
         ("ttft_nines", nines_data(requests), draw_nines),
         ("throughput_vs_limit", points, draw_throughput),
         *_one_each("burst_gantt", gantt_data(requests), draw_gantt),
-        *_one_each("timeline", timeline_data(requests, steps), draw_timeline),
+        *_one_each("timeline", timeline_data(requests, steps, attempts), draw_timeline),
         *_one_each("who_is_refused", who_is_refused_data(requests, workload), draw_who_is_refused),
         *_one_each("predicted_ttft", forecast_figure_data(requests), draw_forecast),
         ("p99_heat_map", heat_map_data(summary), draw_heat_map),

@@ -386,6 +386,7 @@ def draw_figures(
         caption,
         place,
         steps=steps,
+        attempts=folder.read_attempts(),
         workload=folder.read_workload(WORKLOAD_COLUMNS),
         prediction_errors=prediction_errors,
     )

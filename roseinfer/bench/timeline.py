@@ -26,7 +26,7 @@ from roseinfer.bench.figure_style import (
     span_text,
 )
 from roseinfer.bench.labels import NO_LIMIT, label_cells, limit_title, limits_of
-from roseinfer.bench.records import HTTP
+from roseinfer.bench.records import HTTP, Outcome
 
 _MOST_POINTS: Final = 2000
 
@@ -43,7 +43,9 @@ def concurrency(starts: ArrayLike, ends: ArrayLike, at_s: NDArray[np.float64]) -
     return begun - ended
 
 
-def timeline_data(requests: pd.DataFrame, steps: pd.DataFrame | None = None) -> pd.DataFrame:
+def timeline_data(
+    requests: pd.DataFrame, steps: pd.DataFrame | None = None, attempts: pd.DataFrame | None = None
+) -> pd.DataFrame:
     """Of every cell's first repeat a row per instant at which something changed, in seconds since time zero.
 
     `in_flight` requests hold a slot; `waiting` ones of them are tokenised (or came as token ids) and have not been
@@ -51,19 +53,37 @@ def timeline_data(requests: pd.DataFrame, steps: pd.DataFrame | None = None) -> 
     the last of `steps`, null where there is none. Of more than 2000 instants those are kept
     that hold the extremes of each stretch, so that no peak is lost. No rows of a server, which
     does not say when it gave slots.
+
+    A request knows the slot of its last try only: where clients came back, the counts are those with which each of
+    `steps` was planned (no rows without), and the refusals those of `attempts`.
     """
     if (requests["target"] == HTTP).all():
         return pd.DataFrame(columns=["combination"])
     first_repeat = requests["repeat"] == requests.groupby("cell_id")["repeat"].transform("min")
     labelled = label_cells(requests[first_repeat])
-    frames = []
+    frames = [pd.DataFrame(columns=["combination"])]
     for (combination, limit), cell in labelled.groupby(["combination", "limit"], sort=False):
+        its_steps, its_tries = _of(cell, steps), _of(cell, attempts)
+        moves = _moves(its_steps)
+        comes_back = bool((cell["attempts"] > 1).any())
+        if comes_back and its_steps.empty:
+            continue
+        refused_s = cell["rejected_s"].dropna()
+        if not its_tries.empty:
+            refused_s = its_tries.loc[its_tries["outcome"] == Outcome.REJECTED, "ended_s"]
         queued = cell["tokenized_s"].fillna(cell["reserved_s"])
         left_queue = cell["first_scheduled_s"].fillna(cell["released_s"])
-        changes = [cell["reserved_s"], cell["released_s"], queued, left_queue, cell["rejected_s"]]
-        moves = _moves(cell, steps)
-        changes.append(moves["plan_start_s"])
+        spans = [cell["reserved_s"], cell["released_s"], queued, left_queue]
+        if comes_back:
+            spans = [its_steps["plan_start_s"], its_steps["published_s"].tail(1)]
+        changes = [*spans, refused_s, moves["plan_start_s"]]
         at_s = np.unique(np.concatenate([[0.0], *[times.dropna() for times in changes]]))
+        if comes_back:
+            waiting = _planned(its_steps, its_steps["waiting"], at_s)
+            in_flight = waiting + _planned(its_steps, its_steps["running"], at_s)
+        else:
+            waiting = concurrency(queued, left_queue, at_s)
+            in_flight = concurrency(cell["reserved_s"], cell["released_s"], at_s)
         rows = pd.DataFrame(
             {
                 "combination": combination,
@@ -71,22 +91,36 @@ def timeline_data(requests: pd.DataFrame, steps: pd.DataFrame | None = None) -> 
                 "max_inflight": cell["max_inflight"].iloc[0],
                 "repeat": cell["repeat"].iloc[0],
                 "time_s": at_s,
-                "in_flight": concurrency(cell["reserved_s"], cell["released_s"], at_s),
-                "waiting": concurrency(queued, left_queue, at_s),
-                "refused": np.searchsorted(np.sort(cell["rejected_s"].dropna()), at_s, side="right"),
+                "in_flight": in_flight,
+                "waiting": waiting,
+                "refused": np.searchsorted(np.sort(refused_s), at_s, side="right"),
                 "inflight_limit": _standing(moves, at_s),
             }
         )
         frames.append(_thinned(rows))
-    return pd.concat(frames, ignore_index=True)
+    return pd.concat(frames[1:], ignore_index=True) if frames[1:] else frames[0]
 
 
-def _moves(cell: pd.DataFrame, steps: pd.DataFrame | None) -> pd.DataFrame:
+def _of(cell: pd.DataFrame, rows: pd.DataFrame | None) -> pd.DataFrame:
+    """The rows of the cell's repeat, in the order in which they happened."""
+    if rows is None or rows.empty:
+        return pd.DataFrame(columns=["plan_start_s", "inflight_limit"], dtype=np.float64)
+    its: pd.DataFrame = rows[
+        (rows["cell_id"] == cell["cell_id"].iloc[0]) & (rows["repeat"] == cell["repeat"].iloc[0])
+    ]
+    return its
+
+
+def _planned(steps: pd.DataFrame, counts: pd.Series[int], at_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """What the last step was planned with, at each instant; 0 before the first and after the last."""
+    known = np.concatenate([[0], counts.to_numpy(np.int64)])
+    standing = known[np.searchsorted(steps["plan_start_s"].to_numpy(np.float64), at_s, side="right")]
+    return np.where(at_s < steps["published_s"].iloc[-1], standing, 0)
+
+
+def _moves(steps: pd.DataFrame) -> pd.DataFrame:
     """The steps of one cell and repeat at which a limit that moves had moved, its first too."""
-    if steps is None or steps.empty:
-        return pd.DataFrame({"plan_start_s": [], "inflight_limit": []}, dtype=np.float64)
-    key = (steps["cell_id"] == cell["cell_id"].iloc[0]) & (steps["repeat"] == cell["repeat"].iloc[0])
-    known = steps.loc[key & steps["inflight_limit"].notna(), ["plan_start_s", "inflight_limit"]]
+    known = steps.loc[steps["inflight_limit"].notna(), ["plan_start_s", "inflight_limit"]]
     known = known.astype(np.float64).sort_values("plan_start_s")
     moved: pd.DataFrame = known[known["inflight_limit"].diff() != 0]
     return moved
@@ -141,7 +175,8 @@ def draw_timeline(timeline: pd.DataFrame, caption: Caption) -> Figure:
     title = ", ".join(filter(None, ["In flight and waiting over time", combination]))
     facts = (
         f"Repeat {span_text(timeline['repeat'])}. In flight: slot taken to slot given back, counted at every change;"
-        " waiting: in the queue (tokenised), not yet given to the engine."
+        " waiting: in the queue (tokenised), not yet given to the engine. Where clients came back: as each step"
+        " was planned."
     )
     dress(figure, title, marks, caption, facts)
     return figure

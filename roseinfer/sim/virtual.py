@@ -192,15 +192,17 @@ class _Simulation:
         sizes = SchedulerLimits(
             limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
         )
+        kv_cache = KVCache(blocks_for(limits.kv_cache_tokens))
         admission, policy = policies_of(
             admission_of(limits.max_inflight_requests, limits.admission),
             limits.scheduling,
             sizes,
             limits.cost_model,
+            num_kv_blocks=kv_cache.num_blocks,
         )
         self.core = Core(
             limits=sizes,
-            kv_cache=KVCache(blocks_for(limits.kv_cache_tokens)),
+            kv_cache=kv_cache,
             admission=admission,
             policy=policy,
             max_model_len=limits.max_model_len,

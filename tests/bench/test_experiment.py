@@ -283,6 +283,7 @@ def test_lengths_whose_typical_request_does_not_fit_are_refused_as_that() -> Non
     [
         ({"scheduling": "lifo"}, "--scheduling 'lifo'"),
         ({"scheduling": "edf"}, "--scheduling 'edf': needs --ttft-deadline"),
+        ({"scheduling": "spf"}, "--scheduling 'spf': needs --prompt-len-dist"),
         (
             {"admission": "inflight:4+priority"},
             "--admission 'inflight:4+priority:age=10s': needs --priority-mix",

@@ -131,3 +131,29 @@ def test_a_limit_that_moves_is_drawn_as_it_moved() -> None:
     (axes,) = draw_timeline(timeline, CAPTION).axes
     assert set(np.asarray(line_of(axes, "limit").get_ydata())) == {5, 7, 4}
     assert "the limit at 4–7" in axes.get_title(loc="left")
+
+
+def test_where_clients_came_back_every_try_counts_and_not_the_last_alone() -> None:
+    requests = served([0.0, 9.0], arrival="constant", service_s=1.0).assign(attempts=[3, 1])
+    keys = {"cell_id": requests["cell_id"].iloc[0], "repeat": 0}
+    steps = pd.DataFrame(
+        {
+            **keys,
+            "plan_start_s": [0.5, 4.0, 9.0],
+            "published_s": [1.0, 5.0, 10.0],
+            "waiting": [0, 2, 0],
+            "running": [1, 3, 1],
+            "inflight_limit": pd.array([None] * 3, dtype="Int64"),
+        }
+    )
+    attempts = pd.DataFrame(
+        {**keys, "outcome": ["rejected", "timeout", "completed"], "ended_s": [0.6, 4.5, 9.5]}
+    )
+
+    timeline = timeline_data(requests, steps, attempts)
+
+    rows = timeline.set_index("time_s")
+    assert dict(rows["in_flight"]) == {0.0: 0, 0.5: 1, 0.6: 1, 4.0: 5, 9.0: 1, 10.0: 0}
+    assert rows["waiting"].max() == 2
+    assert list(rows["refused"]) == [0, 0, 1, 1, 1, 1]
+    assert timeline_data(requests, None, attempts).empty
