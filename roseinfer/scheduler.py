@@ -258,9 +258,10 @@ class Scheduler:
         self._drop(request, self.admission.dropped(request.ticket, now, reason, limit, measured), now)
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
-        start, left = request.num_scheduled, request.prompt_len - request.num_scheduled
+        start = request.num_scheduled
+        left = request.prompt_len - start
         n_tokens = min(left, budget)
-        request.num_scheduled += n_tokens
+        request.num_scheduled = start + n_tokens
         request.num_pending += 1
         self._half_prefilled = None if n_tokens == left else request
         return Span(request, start, n_tokens, n_tokens == left)
