@@ -18,7 +18,7 @@ from roseinfer.errors import (
 )
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
-from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent
+from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent, new_event
 from roseinfer.scheduler import QueuePolicy, Scheduler, SchedulerLimits
 from roseinfer.waiting import STALE_SLACK
 
@@ -240,7 +240,7 @@ class Core:
             return self._end(request, now, FinishReason.STOP, token_id=token_id)
         if n_tokens == params.max_new_tokens:
             return self._end(request, now, LENGTH, token_id=token_id)
-        return TokenEvent._make((request.request_id, token_id, now, None, None))
+        return new_event((request.request_id, token_id, now, None, None))
 
     def _end(
         self,
@@ -269,4 +269,4 @@ class Core:
             if n_unread > self._most_unread and n_unread > 2 * self.admission.inflight + STALE_SLACK:
                 self._unread = deque(r for r in self._unread if not r.ticket.is_over)
                 self._most_unread = 2 * len(self._unread) + STALE_SLACK  # evicted ones hold no slot
-        return TokenEvent(request.request_id, token_id, now, reason, error)
+        return new_event((request.request_id, token_id, now, reason, error))
