@@ -40,7 +40,7 @@ from roseinfer.lanes import Lanes
 if TYPE_CHECKING:
     from roseinfer.adaptive import Aimd, Gradient
     from roseinfer.backlog import Work
-    from roseinfer.executor import StepPlan, StepResult
+    from roseinfer.executor import Span, StepPlan, StepResult
     from roseinfer.forecast import Forecast
     from roseinfer.ttft_goal import TtftGoal
 
@@ -64,17 +64,9 @@ class Ticket:
     """One reserved slot. Only Admission changes it."""
 
     __slots__ = (
-        *(
-            "cost_tokens",
-            "epoch",
-            "held_tokens",
-            "inflight_before",
-            "is_bound",
-            "is_evicted",
-            "is_read",
-            "predicted_ttft_s",
-        ),
-        *("priority", "prompt_tokens", "released_s", "request_id", "reserved_s", "state", "work"),
+        *("cost_tokens", "epoch", "held_tokens", "inflight_before", "is_bound", "is_evicted", "is_read"),
+        *("predicted_ttft_s", "priority", "prompt_tokens", "released_s", "request_id", "reserved_s"),
+        *("state", "work"),
     )
 
     def __init__(
@@ -161,6 +153,7 @@ class Admission:
         self.goal = goal
         self.forecast = forecast if goal is None else goal.forecast
         self._lanes = Lanes() if has_lanes else None
+        self._is_count_alone = token_limit is None and adaptive is None and goal is None and not has_lanes
         self._evicted: list[Ticket] = []  # of whom the core does not know it yet
         self.step_began_s: float | None = None  # the step that runs; told by the core
         self._lock = threading.RLock()
@@ -196,68 +189,75 @@ class Admission:
         `prompt_tokens` and `priority` (0 is the highest) matter to the policies that weigh them.
         """
         with self._lock:
-            inflight, held, budget = self._inflight, self._held_tokens, self.token_limit
-            asked = cost_tokens
-            if budget is not None and cost_tokens > budget:
-                if not is_bound:
-                    self._refused += 1
-                    raise self._tokens_refusal(now, budget, held, cost_tokens, "submit")
-                asked = budget
-            limit, reason = self.limit, "inflight"
-            adaptive = self.adaptive
-            if adaptive is not None and (limit is None or adaptive.limit < limit):
-                limit, reason = adaptive.limit, adaptive.name
-            short_slots = limit is not None and inflight >= limit
-            short_tokens = 0 if budget is None else held + asked - budget
-            victims: list[Ticket] | None = []
-            if short_slots or short_tokens > 0:
-                lanes = self._lanes
-                victims = None if lanes is None else lanes.victims(priority, short_slots, short_tokens)
-            if victims is None:
-                self._refused += 1
-                if limit is not None and short_slots:
-                    gap_s = self._slot_gap_s(now)
-                    raise SchedulerManagerOverloadedError(
-                        limit=limit,
-                        inflight=inflight,
-                        reason=reason,
-                        retry_after_s=None if gap_s is None else gap_s * (inflight - limit + 1),
-                    )
-                assert budget is not None
-                raise self._tokens_refusal(now, budget, held, asked, "submit")
-            ticket = Ticket(now, cost_tokens, asked, inflight, prompt_tokens, priority, is_bound)
-            goal = self.goal
-            if goal is not None:
-                began_s = self.step_began_s
-                late_s = goal.predict(ticket, None if began_s is None else now - began_s)
-                # An idle engine takes what it can serve: else a margin or a correction of worse times, which only
-                # served requests can bring back, would refuse for ever.
-                is_hopeless = late_s > goal.goal_s and goal.is_hopeless(ticket)
-                if is_hopeless or (late_s > goal.goal_s and not goal.is_idle):
-                    self._refused += 1
-                    raise SchedulerManagerOverloadedError(
-                        limit=goal.goal_s,
-                        inflight=inflight,
-                        reason=SLO_NEVER_MET if is_hopeless else "slo",
-                        retry_after_s=None if is_hopeless else late_s - goal.goal_s,
-                        measured=late_s,
-                    )
-                goal.enter(ticket)
-            for victim in victims:
-                self._evict(victim, now)
-            if adaptive is not None:
-                ticket.epoch = adaptive.epoch
+            inflight, limit = self._inflight, self.limit
+            if not self._is_count_alone:
+                ticket = self._weighed(now, cost_tokens, prompt_tokens, priority, is_bound)
+            elif limit is not None and inflight >= limit:
+                raise self._slots_refusal(now, limit, inflight, "inflight")
+            else:
+                ticket = Ticket(now, cost_tokens, cost_tokens, inflight, prompt_tokens, priority, is_bound)
             self._integrate(now)
             self._inflight += 1
             self._not_started += 1
             self._peak = max(self._peak, self._inflight)
             self._reserved += 1
             self._backlog_tokens += cost_tokens
-            self._held_tokens += asked
+            self._held_tokens += ticket.held_tokens
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
             if self._lanes is not None:
                 self._lanes.add(ticket)
             return ticket
+
+    def _weighed(
+        self, now: float, cost_tokens: int, prompt_tokens: int, priority: int, is_bound: bool
+    ) -> Ticket:
+        """A ticket that the budget and all policies let in, or their refusal. Whoever makes room for it is out."""
+        inflight, held, budget = self._inflight, self._held_tokens, self.token_limit
+        asked = cost_tokens
+        if budget is not None and cost_tokens > budget:
+            if not is_bound:
+                self._refused += 1
+                raise self._tokens_refusal(now, budget, held, cost_tokens, "submit")
+            asked = budget
+        limit, reason = self.limit, "inflight"
+        adaptive = self.adaptive
+        if adaptive is not None and (limit is None or adaptive.limit < limit):
+            limit, reason = adaptive.limit, adaptive.name
+        short_slots = limit is not None and inflight >= limit
+        short_tokens = 0 if budget is None else held + asked - budget
+        victims: list[Ticket] | None = []
+        if short_slots or short_tokens > 0:
+            lanes = self._lanes
+            victims = None if lanes is None else lanes.victims(priority, short_slots, short_tokens)
+        if victims is None:
+            if limit is not None and short_slots:
+                raise self._slots_refusal(now, limit, inflight, reason)
+            assert budget is not None
+            self._refused += 1
+            raise self._tokens_refusal(now, budget, held, asked, "submit")
+        ticket = Ticket(now, cost_tokens, asked, inflight, prompt_tokens, priority, is_bound)
+        goal = self.goal
+        if goal is not None:
+            began_s = self.step_began_s
+            late_s = goal.predict(ticket, None if began_s is None else now - began_s)
+            # An idle engine takes what it can serve: else a margin or a correction of worse times, which only
+            # served requests can bring back, would refuse for ever.
+            is_hopeless = late_s > goal.goal_s and goal.is_hopeless(ticket)
+            if is_hopeless or (late_s > goal.goal_s and not goal.is_idle):
+                self._refused += 1
+                raise SchedulerManagerOverloadedError(
+                    limit=goal.goal_s,
+                    inflight=inflight,
+                    reason=SLO_NEVER_MET if is_hopeless else "slo",
+                    retry_after_s=None if is_hopeless else late_s - goal.goal_s,
+                    measured=late_s,
+                )
+            goal.enter(ticket)
+        for victim in victims:
+            self._evict(victim, now)
+        if adaptive is not None:
+            ticket.epoch = adaptive.epoch
+        return ticket
 
     def adjust(self, ticket: Ticket, cost_tokens: int, now: float) -> None:
         """Puts the true cost in place of the upper bound, once the prompt is tokenised.
@@ -336,18 +336,19 @@ class Admission:
                 predicted_s = forecast.correction * forecast.step.seconds(plan)
                 forecast.observe(predicted_s, result.exec_end_s - result.exec_start_s)
 
-    def progress(self, step: Iterable[tuple[Ticket, int]]) -> None:
-        """Takes the tokens that a step computed for each ticket off the backlog."""
-        done_tokens = 0
+    def progress(self, spans: Iterable[Span]) -> None:
+        """Takes the tokens that a step computed off the backlog."""
+        done_tokens, forecast = 0, self.forecast
         with self._lock:
-            for ticket, n_tokens in step:
+            for request, _, n_tokens, _ in spans:
+                ticket = request.ticket
                 if ticket.state is STARTED:
                     left = ticket.cost_tokens
                     done = min(left, n_tokens)
-                    ticket.cost_tokens -= done
+                    ticket.cost_tokens = left - done
                     done_tokens += done
-                    if ticket.work is not None and self.forecast is not None:
-                        self.forecast.advance(ticket.work, n_tokens)
+                    if forecast is not None and ticket.work is not None:
+                        forecast.advance(ticket.work, n_tokens)
             self._backlog_tokens -= done_tokens
 
     def release(self, ticket: Ticket, now: float) -> bool:
@@ -458,6 +459,18 @@ class Admission:
         mean_s = (last_s - first_s) / (len(self._releases) - 1)
         since_s = self._busy_s + (now - self._last_change_s) - last_s
         return max(mean_s, since_s) if mean_s > 0.0 else None  # slots that came free at once show no rate
+
+    def _slots_refusal(
+        self, now: float, limit: int, inflight: int, reason: str
+    ) -> SchedulerManagerOverloadedError:
+        self._refused += 1
+        gap_s = self._slot_gap_s(now)
+        return SchedulerManagerOverloadedError(
+            limit=limit,
+            inflight=inflight,
+            reason=reason,
+            retry_after_s=None if gap_s is None else gap_s * (inflight - limit + 1),
+        )
 
     def _tokens_refusal(
         self, now: float, limit: int, held: int, asked: int, stage: str

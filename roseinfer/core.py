@@ -18,7 +18,7 @@ from roseinfer.errors import (
 )
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
-from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent
+from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent, new_event
 from roseinfer.scheduler import QueuePolicy, Scheduler, SchedulerLimits
 from roseinfer.waiting import STALE_SLACK
 
@@ -126,7 +126,7 @@ class Core:
 
         Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
         """
-        self.admission.progress([(request.ticket, n_tokens) for request, _, n_tokens, _ in plan.spans])
+        self.admission.progress(plan.spans)
         self.admission.observe(plan, result)
         events = []
         for (request, _, _, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
@@ -233,13 +233,14 @@ class Core:
         params, output_ids = request.params, request.output_ids
         output_ids.append(token_id)
         request.token_times_s.append(now)
-        if len(output_ids) == 1 and request.ticket.predicted_ttft_s is not None:
+        n_tokens = len(output_ids)
+        if n_tokens == 1 and request.ticket.predicted_ttft_s is not None:
             self.admission.first_token(request.ticket, now)
         if token_id in self.eos_token_ids and not params.ignore_eos:
             return self._end(request, now, FinishReason.STOP, token_id=token_id)
-        if len(output_ids) == params.max_new_tokens:
+        if n_tokens == params.max_new_tokens:
             return self._end(request, now, LENGTH, token_id=token_id)
-        return TokenEvent._make((request.request_id, token_id, now, None, None))
+        return new_event((request.request_id, token_id, now, None, None))
 
     def _end(
         self,
@@ -264,7 +265,8 @@ class Core:
         else:
             self._unread.append(request)
             # One stream that nobody reads must not keep all that were read after it in memory.
-            if len(self._unread) > max(2 * self.admission.inflight + STALE_SLACK, self._most_unread):
+            n_unread = len(self._unread)
+            if n_unread > self._most_unread and n_unread > 2 * self.admission.inflight + STALE_SLACK:
                 self._unread = deque(r for r in self._unread if not r.ticket.is_over)
                 self._most_unread = 2 * len(self._unread) + STALE_SLACK  # evicted ones hold no slot
-        return TokenEvent(request.request_id, token_id, now, reason, error)
+        return new_event((request.request_id, token_id, now, reason, error))

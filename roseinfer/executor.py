@@ -7,7 +7,9 @@ computes nothing. No torch here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from operator import itemgetter
+from typing import Final, NamedTuple, Protocol
 
 from roseinfer.request import Request
 
@@ -28,6 +30,12 @@ class Span(NamedTuple):
     start: int
     n_tokens: int
     samples: bool
+
+
+new_span: Final[Callable[[tuple[Request, int, int, bool]], Span]] = partial(tuple.__new__, Span)
+"""`Span(*values)` that runs no line of Python: every request of every step has one."""
+
+_start_of: Final = itemgetter(Span._fields.index("start"))
 
 
 class Composition(NamedTuple):
@@ -60,17 +68,18 @@ class StepPlan:
         return self._composition
 
     def _composed(self) -> Composition:
-        prefills = prefill_tokens = attention_pairs = decodes = context_tokens = 0
-        for request, start, n_tokens, _ in self.spans:
+        prefills = prefill_tokens = attention_pairs = prefill_starts = 0
+        for request, start, n_tokens, _ in reversed(self.spans):
             prompt_ids = request.prompt_ids
             assert prompt_ids is not None
             if start >= len(prompt_ids):
-                decodes += 1
-                context_tokens += start + 1
-            else:
-                prefills += 1
-                prefill_tokens += n_tokens
-                attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+                break  # all before it decode as well
+            prefills += 1
+            prefill_tokens += n_tokens
+            prefill_starts += start
+            attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+        decodes = len(self.spans) - prefills
+        context_tokens = sum(map(_start_of, self.spans)) - prefill_starts + decodes
         return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens)
 
 

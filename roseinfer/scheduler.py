@@ -24,7 +24,7 @@ from roseinfer.errors import (
     SchedulerManagerOverloadedError,
     check_whole,
 )
-from roseinfer.executor import Span, StepPlan
+from roseinfer.executor import Span, StepPlan, new_span
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request
 from roseinfer.waiting import Order, ReadyQueue, Timeouts
@@ -157,7 +157,7 @@ class Scheduler:
             if start < request.num_to_schedule and not request.aborted and request is not half:
                 request.num_scheduled = start + 1
                 request.num_pending += 1
-                spans.append(Span._make((request, start, 1, True)))
+                spans.append(new_span((request, start, 1, True)))
         budget = self.limits.max_num_batched_tokens - len(spans)
         if half is not None and not half.aborted and budget:
             spans.append(self._take_prefill(half, budget))
@@ -258,9 +258,10 @@ class Scheduler:
         self._drop(request, self.admission.dropped(request.ticket, now, reason, limit, measured), now)
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
-        start, left = request.num_scheduled, request.prompt_len - request.num_scheduled
+        start = request.num_scheduled
+        left = request.prompt_len - start
         n_tokens = min(left, budget)
-        request.num_scheduled += n_tokens
+        request.num_scheduled = start + n_tokens
         request.num_pending += 1
         self._half_prefilled = None if n_tokens == left else request
-        return Span(request, start, n_tokens, n_tokens == left)
+        return new_span((request, start, n_tokens, n_tokens == left))

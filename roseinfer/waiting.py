@@ -113,6 +113,8 @@ class Timeouts:
 
     def overdue(self, now: float) -> list[Request]:
         """Takes out those that should have left before `now`, and have not; whoever asks removes them."""
+        if not self._heap:
+            return []
         found: dict[int, Request] = {}
         while self._heap and self._heap[0][0] < now:
             request = heapq.heappop(self._heap)[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from roseinfer.admission import TicketState
+from roseinfer.admission import Ticket, TicketState
 from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
@@ -210,6 +210,11 @@ class CoreDriver:
         assert self.core.admission.inflight == len(live) + len(unread)  # beside threads it may be more
         self.events.extend(events)
         return list(events)
+
+
+def computed(ticket: Ticket, n_tokens: int) -> Span:
+    """So many tokens of a request that holds this ticket."""
+    return Span(Request(0, SamplingParams(), ticket, 0, range(n_tokens), 0.0), 0, n_tokens, True)
 
 
 def spans_of(plan: StepPlan) -> list[tuple[int, int, int]]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roseinfer.admission import DRAIN_WINDOW, Admission, Ticket, TicketState
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
+from tests.scripted import computed
 
 COST = 10
 
@@ -103,8 +104,8 @@ def test_computed_tokens_leave_the_backlog() -> None:
     admission = Admission(None)
     ticket = admission.reserve(0.0, 30)
     admission.start(ticket)
-    admission.progress([(ticket, 12)])
-    admission.progress([(ticket, 1)])
+    admission.progress([computed(ticket, 12)])
+    admission.progress([computed(ticket, 1)])
     assert admission.counts().backlog_tokens == 17
     admission.release(ticket, 1.0)
     assert admission.counts().backlog_tokens == 0
@@ -127,7 +128,7 @@ def test_nothing_changes_the_backlog_after_the_release() -> None:
     admission.start(ticket)
     admission.release(ticket, 1.0)
     admission.adjust(ticket, 1000, 0.0)
-    admission.progress([(ticket, 5)])
+    admission.progress([computed(ticket, 5)])
     assert admission.counts().backlog_tokens == 0
 
 
@@ -166,7 +167,7 @@ def test_the_account_balances_after_anything_in_any_order(
                 case "start":
                     admission.start(ticket)
                 case "progress":
-                    admission.progress([(ticket, tokens)])
+                    admission.progress([computed(ticket, tokens)])
                 case "release":
                     admission.release(ticket, now)
         held = [ticket for ticket in tickets if ticket.state is not TicketState.RELEASED]

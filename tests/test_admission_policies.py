@@ -15,6 +15,7 @@ from roseinfer.policies import policies_of
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.sim.cost_model import CostModel, StepCost
 from roseinfer.ttft_goal import TtftGoal
+from tests.scripted import computed
 
 MS_A_TOKEN = CostModel("a millisecond a prompt token", StepCost(0.0, 0.001, 0.0, 0.0, 0.0))
 
@@ -90,7 +91,7 @@ def test_work_that_is_done_or_gone_makes_room() -> None:
     tickets = [reserve(admission, 100), reserve(admission, 100)]
     refused(admission, 100)
     admission.start(tickets[0])
-    admission.progress([(tickets[0], 60)])
+    admission.progress([computed(tickets[0], 60)])
     assert reserve(admission, 100).predicted_ttft_s == pytest.approx(0.24)
     for ticket in tickets:
         admission.release(ticket, 1.0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roseinfer.admission import DRAIN_WINDOW, Admission, Ticket, TicketState
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
+from tests.scripted import computed
 
 
 def refused(
@@ -58,7 +59,7 @@ def test_a_trace_by_hand() -> None:
     assert admission.counts().held_tokens == 10
     assert refused(admission, 1, now=1.5).measured == 10
     admission.start(first)
-    admission.progress([(first, 5)])
+    admission.progress([computed(first, 5)])
     assert refused(admission, 1, now=2.0).measured == 10  # what is computed is not given back before the slot
     admission.release(first, 3.0)
     third = admission.reserve(3.0, 6)
@@ -232,7 +233,7 @@ def test_never_above_the_budget_and_given_back_once_whatever_happens(
                 case "start":
                     admission.start(ticket)
                 case "progress":
-                    admission.progress([(ticket, tokens)])
+                    admission.progress([computed(ticket, tokens)])
                 case "release":
                     assert admission.release(ticket, now) == (holds.pop(place, None) is not None)
         counts = admission.counts()

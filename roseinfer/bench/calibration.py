@@ -42,7 +42,10 @@ _IDENTITY: Final = ("model", "dtype", "device", "device_name", "num_threads", "s
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run to fit to, or some of its cells. `steps` has `step_s` and `between_s` (NaN where not known) beside."""
+    """A run to fit to, or some of its cells, all of them finished.
+
+    `steps` has `step_s` and `between_s` (NaN where not known) beside.
+    """
 
     folder: RunFolder
     requests: pd.DataFrame
@@ -51,7 +54,7 @@ class MeasuredRun:
     @classmethod
     def open(cls, path: Path) -> MeasuredRun:
         """Raises InputError("RUN", path, ...) where there are no measured steps."""
-        folder = RunFolder.open(path)
+        folder = RunFolder.open(path).finished_part()
         if folder.manifest.get("target") == "sim":
             raise InputError("RUN", str(path), "is a simulated run; a cost model is fitted to measured steps")
         requests = folder.read_requests()

@@ -134,7 +134,7 @@ def _prediction_errors(folder: RunFolder, cost_model: Path, sizes: EngineSizes |
     from roseinfer.sim.cost_model import CostModel
 
     simulated = resimulated(folder, CostModel.read(cost_model), sizes=sizes)
-    found = errors(folder.read_requests(), simulated.requests)
+    found = errors(folder.finished_part().read_requests(), simulated.requests)
     for line in [*verdict_lines(found), *[f"Note: {note}" for note in simulated.notes]]:
         print(line, file=sys.stderr)
     return found

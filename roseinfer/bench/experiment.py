@@ -143,7 +143,9 @@ class Experiment:
             trace=trace,
             replay=replay,
         )
-        if o.ttft_deadline is not None:
+        # A file says of which classes its requests are: one that was drawn for none of them is not in it.
+        has_all_classes = replay is None or not replay.class_names
+        if o.ttft_deadline is not None and has_all_classes:
             load.ttft_deadlines.check(o.ttft_deadline, experiment.class_names)
         _check_order(o, limits, experiment.class_names)
         if o.load is None:

@@ -98,7 +98,7 @@ def predictions(
     if others:
         raise InputError("--cost-model", model.name, f"predicts limits of requests, not {others[0]}")
     limits = [spec.inflight for spec in specs]
-    between = limits_between(limits, peak_without_limit(folder.read_facts().values()))
+    between = limits_between(limits, peak_without_limit(folder.finished_part().read_facts().values()))
     simulated = at_limits(folder, model, [*limits, *between], sizes=sizes)
     cells = simulated.drop_duplicates("cell_id")[["cell_id", *FACTORS]]
     found = recommend(

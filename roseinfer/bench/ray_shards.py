@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import pandas as pd
+import pyarrow as pa
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -21,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from roseinfer.bench import measurement
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Experiment
-from roseinfer.bench.measurement import Bench, CellRun, Recorded
+from roseinfer.bench.measurement import Bench, CellRun
 from roseinfer.bench.shards import Lost, outcome, share_out
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.errors import InputError, RunError
@@ -125,6 +126,27 @@ class Described(NamedTuple):
     environment: dict[str, object]
 
 
+class _InStore:
+    """Rows in the store of the cluster, which is not this process and goes to disk where they are more than it holds.
+
+    `rows` says where, by the name of their table; they are gone with the worker.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, Any]] = []
+
+    def add(self, name: str, rows: pd.DataFrame | pa.Table) -> None:
+        self.rows.append((name, ray.put(rows)))
+
+
+class Answer(NamedTuple):
+    """What a worker says of a cell: where its rows are, and its facts."""
+
+    described: Described
+    rows: list[tuple[str, Any]]
+    facts: dict[str, Any]
+
+
 class _Worker:
     """Lives in a process of the cluster. Errors are returned: whatever is raised means that the worker is lost."""
 
@@ -135,7 +157,7 @@ class _Worker:
     def draw(self) -> tuple[Described, pd.DataFrame, list[str]] | Exception:
         return outcome("setting up", self._draw)
 
-    def run(self, run: CellRun) -> tuple[Described, Recorded] | Exception:
+    def run(self, run: CellRun) -> Answer | Exception:
         return outcome(str(run), partial(self._run, run))
 
     def _draw(self) -> tuple[Described, pd.DataFrame, list[str]]:
@@ -143,9 +165,11 @@ class _Worker:
         workload = bench.source.table()
         return described, workload, bench.source.notes
 
-    def _run(self, run: CellRun) -> tuple[Described, Recorded]:
+    def _run(self, run: CellRun) -> Answer:
         bench, described = self._set_up()
-        return described, measurement.run_cell(run, bench)
+        taken = _InStore()
+        facts = measurement.record(run, bench, taken)
+        return Answer(described, taken.rows, facts)
 
     def _set_up(self) -> tuple[Bench, Described]:
         if self._ready is None:
@@ -211,7 +235,9 @@ class RayCrew:
         (answered,), _ = ray.wait(list(self._busy), num_returns=1)
         worker, place, run = self._busy.pop(answered)
         try:
-            answer: tuple[Described, Recorded] | Exception = ray.get(answered)
+            answer: Answer | Exception = ray.get(answered)
+            if not isinstance(answer, Exception):
+                self._save(run, answer)
         except RayError as error:
             ray.kill(worker)
             if place.node_id in _nodes():
@@ -220,11 +246,15 @@ class RayCrew:
         self._idle.append((worker, place))
         if isinstance(answer, Exception):
             raise answer
-        described, recorded = answer
-        assert self._folder is not None
-        self._check_same(self._folder, described)
-        measurement.save(run, recorded, self._folder)
         return run, None
+
+    def _save(self, run: CellRun, answer: Answer) -> None:
+        assert self._folder is not None
+        self._check_same(self._folder, answer.described)
+        with self._folder.cell(*run.key) as writer:
+            for name, place in answer.rows:
+                writer.add(name, ray.get(place))  # one row group at a time
+            writer.facts = answer.facts
 
     def _worker(self) -> tuple[Any, Place]:
         if self._idle:

@@ -24,7 +24,12 @@ from roseinfer.bench.engine_sizes import (
 )
 from roseinfer.bench.load_options import decimal_option, whole_option
 from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, is_url
-from roseinfer.bench.target_flags import NOT_OF_SERVERS, OF_ENGINES, OF_SERVERS
+from roseinfer.bench.target_flags import (
+    NOT_OF_SERVERS,
+    OF_ENGINES,
+    OF_SERVERS,
+    engine_reads_cost_model,
+)
 from roseinfer.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -201,9 +206,12 @@ def _simulated(options: SweepOptions, named: Collection[str]) -> tuple[SweepOpti
 
 def _measured(options: SweepOptions, named: Collection[str]) -> tuple[SweepOptions, set[str]]:
     """The flags without what they say to the simulation alone."""
-    left_out = {"cost_model"}
-    if is_url(options.target) and options.cost_model is not None:
-        left_out |= {*NOT_OF_SERVERS} - {*OF_ENGINES}
+    if is_url(options.target):
+        left_out = {"cost_model"}
+        if options.cost_model is not None:
+            left_out |= {*NOT_OF_SERVERS} - {*OF_ENGINES}
+    else:
+        left_out = set() if engine_reads_cost_model(options, named) else {"cost_model"}
     return replace(options, **_usual(left_out)), set(named) - left_out
 
 

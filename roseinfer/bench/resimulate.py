@@ -68,13 +68,14 @@ def resimulated(
     cells: Collection[str] | None = None,
     sizes: EngineSizes | None = None,
 ) -> Resimulated:
-    """Plays the workload that the run kept once more, for all its cells and repeats or those of `cells`.
+    """Plays the workload that the run kept once more, for its finished cells and repeats or those of `cells`.
 
     Rows have the target "sim", and run_id, cell_id and repeat of what they predict. The run of an engine says how
     large its batches and its cache were. A server does not: of a run over HTTP only the limit is known, and `sizes`
     must say the rest. Raises InputError where it does not, or does of an engine, for a run that is not finished (its
     workload is not on disk), and for cells that it has not.
     """
+    folder = folder.finished_part()
     experiment = _experiment(folder, model, sizes)
     cell_of = {cell.cell_id: cell for cell in experiment.cells}
     if unknown := set(cells or ()) - cell_of.keys():
@@ -99,6 +100,7 @@ def at_limits(
 
     None is no limit. No times of single tokens are kept: there may be many limits. Raises what `resimulated` raises.
     """
+    folder = folder.finished_part()
     experiment = _experiment(folder, model, sizes)
     options = dataclasses.replace(experiment.options, no_token_times=True)
     experiment = dataclasses.replace(experiment, options=options)

@@ -298,7 +298,7 @@ class Session:
             f"{report.model_name(manifest)} on {report.machine_name(manifest)}",
             *self.conclusions,
             *refusal_lines(self._requests),
-            *report.explain_lines(self._requests, self.folder.read_steps(without=UNEXPLAINED)),
+            *report.explain_lines(self._requests, self._steps_with_members()),
             *[recommendation.sentence() for recommendation in self.recommendations],
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
@@ -309,6 +309,13 @@ class Session:
         ]:
             print(line if width is None else textwrap.fill(line, width, subsequent_indent="  "), file=out)
         print(f"Run: {self.folder.path}", file=out, flush=True)
+
+    def _steps_with_members(self) -> pd.DataFrame:
+        """The steps that say whom a request waited for; without token times none does."""
+        assert self.folder is not None
+        if self.experiment.options.no_token_times:
+            return pd.DataFrame()
+        return self.folder.read_steps(without=UNEXPLAINED)
 
     def draw(self, out: TextIO) -> None:
         """Draws the figures and says where they are; a simulation does not wait for them, and says how to get them."""

@@ -45,8 +45,8 @@ class Side:
 
     @classmethod
     def open(cls, path: Path, argument: str) -> Side:
-        """Raises InputError(argument, path) where there is no run."""
-        return cls(RunFolder.open(path, argument))
+        """The run as far as it is finished. Raises InputError(argument, path) where there is none."""
+        return cls(RunFolder.open(path, argument).finished_part())
 
     @cached_property
     def is_empty(self) -> bool:

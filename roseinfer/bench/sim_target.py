@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.bench.environment import no_gc
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.priorities import TtftDeadlines
@@ -142,14 +143,15 @@ class SimTarget:
             if outside is not None:
                 outside.add(values[_COMPOSITION])
 
-        run = simulate(
-            _arrivals(first, blocks, load.ttft_deadlines),
-            limits,
-            self._costs(cell, first.repeat),
-            rules,
-            on_request=on_request,
-            on_step=on_step,
-        )
+        with no_gc():
+            run = simulate(
+                _arrivals(first, blocks, load.ttft_deadlines),
+                limits,
+                self._costs(cell, first.repeat),
+                rules,
+                on_request=on_request,
+                on_step=on_step,
+            )
         # What a closed loop did not come to was never offered.
         for index, arrival in run.unsent:
             why = unsent_because(rules.max_concurrency)

@@ -128,10 +128,10 @@ def cluster_bootstrap(
     clusters = [ordered for run in runs if (ordered := _ordered(run)).size]
     if not clusters:
         return Interval(math.nan, math.nan, math.nan)
+    if len(clusters) == 1:
+        return Interval(-math.inf, _at_rank(clusters[0], nearest_rank(p, clusters[0].size)), math.inf)
     pooled = np.sort(np.concatenate(clusters))
     point = _at_rank(pooled, nearest_rank(p, pooled.size))
-    if len(clusters) == 1:
-        return Interval(-math.inf, point, math.inf)
 
     n_runs = len(clusters)
     times_drawn = np.random.default_rng(seed).multinomial(n_runs, np.full(n_runs, 1 / n_runs), size=draws)

@@ -76,9 +76,10 @@ def check_writable(output_dir: Path, experiment: str = "") -> None:
 class RunFolder:
     """One run on disk. `path` is its folder, `run_id` and `experiment` are its names."""
 
-    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+    def __init__(self, path: Path, run: dict[str, Any], *, reads_finished_only: bool = False) -> None:
         self.path = path
         self._run = run
+        self._reads_finished_only = reads_finished_only
 
     @classmethod
     def create(
@@ -198,6 +199,10 @@ class RunFolder:
         """The cells and repeats of which a part is on disk. `cell` replaces them."""
         return set(self.read_facts()) - self.finished_cells()
 
+    def finished_part(self) -> RunFolder:
+        """The run as it is read by whoever judges or fits: as if what was interrupted were not there."""
+        return RunFolder(self.path, self._run, reads_finished_only=True)
+
     def write_cell(
         self,
         cell_id: str,
@@ -316,11 +321,13 @@ class RunFolder:
         if self.is_compacted:
             return {(entry["cell_id"], entry["repeat"]): entry["facts"] for entry in self._run["facts"]}
         with self._reported("could not read the facts"):
-            cells = self._cell_folders()
-            return {_cell_key(cell): json.loads((cell / "facts.json").read_bytes()) for cell in cells}
+            return {_cell_key(cell): _facts(cell) for cell in self._cell_folders()}
 
     def _cell_folders(self) -> list[Path]:
-        return sorted((cell for cell in self.path.glob("cells/[!.]*@*")), key=_cell_key)
+        cells = sorted((cell for cell in self.path.glob("cells/[!.]*@*")), key=_cell_key)
+        if self._reads_finished_only:
+            cells = [cell for cell in cells if _facts(cell).get(INTERRUPTED_S) is None]
+        return cells
 
     def _read(self, name: str, without: Collection[str] = ()) -> pd.DataFrame:
         with self._reported(f"could not read {name}"):
@@ -397,6 +404,11 @@ def check_name(name: str, value: str) -> None:
         raise InputError(name, value, "not a plain folder name")
     if len(value.encode()) > _LONGEST_NAME_BYTES:
         raise InputError(name, value, f"longer than {_LONGEST_NAME_BYTES} bytes")
+
+
+def _facts(cell: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((cell / "facts.json").read_bytes())
+    return facts
 
 
 def _cell_key(cell: Path) -> CellKey:

@@ -13,7 +13,7 @@ is -inf or inf, and so is a recovery that never came.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -135,9 +135,13 @@ Samples = Mapping[str, NDArray[np.float64]]
 
 
 class _Repeat(NamedTuple):
-    """What the pooled row needs of one cell and repeat: its row, and what must be pooled raw."""
+    """What the pooled row needs of one cell and repeat: its row with its latencies, and what must be pooled raw.
+
+    Of an only repeat there are samples of INTERVAL_METRICS alone: all its latencies are those of the pooled row.
+    """
 
     row: dict[str, Any]
+    latencies: dict[str, float]
     samples: Samples
     recoveries_s: NDArray[np.float64]
     ttft_after_start_s: NDArray[np.float64]
@@ -178,7 +182,7 @@ def summarise(
                 measured = derive(
                     rows_at(cell, places_of[repeat]), [*_JUDGED, *(f"{g.metric}_s" for g in goals)]
                 )
-                figures = _repeat(measured, facts[key], max_error_share, goals)
+                figures = _repeat(measured, facts[key], max_error_share, goals, is_only=len(places_of) == 1)
                 figures.row.update({**identity, "repeat": repeat})
                 repeats.append(figures)
         rows += [*[one.row for one in repeats], _pooled_row(repeats, seed)] if repeats else []
@@ -211,7 +215,7 @@ def samples_of(derived: pd.DataFrame) -> Samples:
     """What the latencies of one cell and repeat (rows of `records.derive`) are taken from."""
     completed = (derived["outcome"] == Outcome.COMPLETED).to_numpy(dtype=bool)
     cut = warm_up(derived)
-    return _samples(derived, completed, np.ones(len(derived), dtype=bool) if cut is None else cut[1])
+    return dict(_samples(derived, completed, np.ones(len(derived), dtype=bool) if cut is None else cut[1]))
 
 
 def limit_label(admission: str) -> str:
@@ -237,7 +241,12 @@ def _repeats_needed(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _repeat(
-    derived: pd.DataFrame, known: CellFacts, max_error_share: float, goals: Sequence[Goal]
+    derived: pd.DataFrame,
+    known: CellFacts,
+    max_error_share: float,
+    goals: Sequence[Goal],
+    *,
+    is_only: bool,
 ) -> _Repeat:
     reasons = check_cell(derived, known, max_error_share=max_error_share)
     count = derived["outcome"].value_counts()
@@ -268,17 +277,24 @@ def _repeat(
         "tokens_out": float(np.nansum(derived["output_tokens"].to_numpy(dtype=np.float64)[completed])),
         **_steadiness([warmup] if warmup is not None and completed.any() else []),
     }
-    samples = _samples(derived, completed, kept)
-    row |= {**_rates(row), **_latencies(samples), **_pooled_raw(recoveries, after_start_s)}
-    return _Repeat(row, samples, recoveries, after_start_s)
+    latencies: dict[str, float] = {}
+    samples: dict[str, NDArray[np.float64]] = {}
+    for metric, values_s in _samples(derived, completed, kept):
+        latencies |= _latencies(metric, values_s)
+        if not is_only or metric in INTERVAL_METRICS:
+            samples[metric] = values_s
+    row |= {**_rates(row), **latencies, **_pooled_raw(recoveries, after_start_s)}
+    return _Repeat(row, latencies, samples, recoveries, after_start_s)
 
 
 def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
     rows = [repeat.row for repeat in repeats]
     samples = [repeat.samples for repeat in repeats]
-    together = samples[0]
+    latencies = repeats[0].latencies
     if len(samples) > 1:
-        together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
+        latencies = {}
+        for metric in METRICS:
+            latencies |= _latencies(metric, np.concatenate([sample[metric] for sample in samples]))
     summed = (
         "offered",
         "admitted",
@@ -315,7 +331,7 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         np.concatenate([repeat.recoveries_s for repeat in repeats]),
         np.concatenate([repeat.ttft_after_start_s for repeat in repeats]),
     )
-    return {**row, **raw, **_rates(row), **_latencies(together), **_intervals(samples, seed)}
+    return {**row, **raw, **_rates(row), **latencies, **_intervals(samples, seed)}
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -360,38 +376,36 @@ def _pooled_raw(recoveries: NDArray[np.float64], after_start_s: NDArray[np.float
     }
 
 
-def _samples(derived: pd.DataFrame, completed: NDArray[np.bool_], kept: NDArray[np.bool_]) -> Samples:
+def _samples(
+    derived: pd.DataFrame, completed: NDArray[np.bool_], kept: NDArray[np.bool_]
+) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    """The measured values of one metric after another: of a million requests all of them together are large."""
     done = completed & kept
     pooled_gaps = {"itl": "token_times_s", "chunk_gap": "chunk_times_s"}
-    return {
-        metric: gaps_s(derived[pooled_gaps[metric]][done])
-        if metric in pooled_gaps
-        else _measured(derived, metric, done if metric in COMPLETED_METRICS else kept)
-        for metric in METRICS
-    }
+    for metric in METRICS:
+        if metric in pooled_gaps:
+            yield metric, gaps_s(derived[pooled_gaps[metric]][done])
+        else:
+            yield metric, _measured(derived, metric, done if metric in COMPLETED_METRICS else kept)
 
 
 def _measured(derived: pd.DataFrame, metric: str, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
     name = f"{metric}_s"
-    # A metric at a time: of a million requests all of them together are large.
     source = derived if name in derived else derive(derived, [name])
     values: NDArray[np.float64] = source[name].to_numpy(dtype=np.float64)[rows]
     return values[~np.isnan(values)]
 
 
-def _latencies(samples: Samples) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for metric, values_s in samples.items():
-        p50, p95, p99, largest = percentiles(1e3 * values_s, (50, 95, 99, 100))
-        figures |= {
-            f"n_{metric}": values_s.size,
-            f"p50_{metric}_ms": p50,
-            f"p95_{metric}_ms": p95,
-            f"p99_{metric}_ms": p99,
-            f"max_{metric}_ms": largest,
-            f"mean_{metric}_ms": 1e3 * float(values_s.mean()) if values_s.size else np.nan,
-        }
-    return figures
+def _latencies(metric: str, values_s: NDArray[np.float64]) -> dict[str, float]:
+    p50, p95, p99, largest = percentiles(1e3 * values_s, (50, 95, 99, 100))
+    return {
+        f"n_{metric}": values_s.size,
+        f"p50_{metric}_ms": p50,
+        f"p95_{metric}_ms": p95,
+        f"p99_{metric}_ms": p99,
+        f"max_{metric}_ms": largest,
+        f"mean_{metric}_ms": 1e3 * float(values_s.mean()) if values_s.size else np.nan,
+    }
 
 
 def _intervals(samples: Sequence[Samples], seed: int) -> dict[str, float]:

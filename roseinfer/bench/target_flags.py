@@ -80,13 +80,11 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
     _check_ray(o)
     if o.scheduling not in SCHEDULINGS:
         raise wrong("scheduling", o, f"must be {', '.join(SCHEDULINGS)}")
-    specs = admissions(o, given)
-    for spec in specs:
+    for spec in admissions(o, given):
         check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")
     if o.target == "engine":
         _check_not_simulated(o)
-        is_read = o.ttft_deadline is not None or any(spec.needs_cost_model for spec in specs)
-        if o.cost_model is not None and not is_read:
+        if o.cost_model is not None and not engine_reads_cost_model(o, given):
             why = "needs --target sim, --ttft-deadline, or a policy of --admission that weighs costs"
             raise wrong("cost_model", o, why)
         return
@@ -97,6 +95,11 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
     for field in OF_ENGINES:
         if field in given and getattr(o, field) not in (None, False):
             raise wrong(field, o, "contradicts --target sim, which has no model and no text")
+
+
+def engine_reads_cost_model(o: RunOptions, given: Collection[str]) -> bool:
+    """Its policies go by what requests will cost."""
+    return o.ttft_deadline is not None or any(spec.needs_cost_model for spec in admissions(o, given))
 
 
 def _check_ray(o: RunOptions) -> None:

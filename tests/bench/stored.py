@@ -59,6 +59,27 @@ def with_cells(output_dir: Path) -> RunFolder:
     return run
 
 
+def stopped(run: RunFolder, output_dir: Path) -> RunFolder:
+    """The run as if its user had stopped it in its last cell and repeat; its workload is on disk all the same."""
+    copy = RunFolder.create(output_dir, run.experiment, run.run_id, run.manifest)
+    requests, steps, facts = run.read_requests(), run.read_steps(), run.read_facts()
+    *_, last = facts
+    facts[last] |= {"interrupted_s": 0.5}
+    for (cell_id, repeat), said in facts.items():
+        rows, own_steps = (
+            frame[(frame["cell_id"] == cell_id) & (frame["repeat"] == repeat)] for frame in (requests, steps)
+        )
+        n = len(rows) // 2 if (cell_id, repeat) == last else len(rows)
+        copy.write_cell(cell_id, repeat, rows.iloc[:n], own_steps, said)
+    shutil.copy(run.path / "workload.parquet", copy.path)
+    return copy
+
+
+def cells_in(rows: pd.DataFrame) -> set[tuple[str, int]]:
+    """The cells and repeats of these rows."""
+    return set(zip(rows["cell_id"], rows["repeat"], strict=True))
+
+
 SUMMARY = pd.DataFrame({"cell_id": [CELL, CELL], "repeat": [1.0, np.nan], "p50_ttft_ms": [1.5, 2.5]})
 
 

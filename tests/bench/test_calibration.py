@@ -17,6 +17,7 @@ from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import COMPOSITION
 from roseinfer.sim.noise import Noise
 from tests.bench.made_runs import FLAGS, IDENTITY, TRUTH, made_run, relabel
+from tests.bench.stored import cells_in, stopped
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,12 @@ def test_a_refusal_costs_what_the_median_one_did() -> None:
     requests = pd.DataFrame({"sent_s": 0.0, "rejected_s": [1e-6, 3e-6, 1.0], "reject_stage": "submit"})
     cost = submit_cost([steps_and_requests(requests, pretok=True)])
     assert (cost.refusal_s, cost.request_s, cost.token_s) == (3e-6, 0.0, 0.0)
+
+
+def test_nothing_is_fitted_to_what_was_interrupted(run_a: Path, tmp_path: Path) -> None:
+    folder = stopped(RunFolder.open(run_a), tmp_path)
+    run = MeasuredRun.open(folder.path)
+    assert cells_in(run.requests) == cells_in(run.steps) == folder.finished_cells()
 
 
 # ---- runs that cannot be fitted to ----

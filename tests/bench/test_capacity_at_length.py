@@ -158,6 +158,14 @@ def test_a_proposal_is_of_text_or_token_ids_as_they_are_measured() -> None:
     assert [simulated.tokenize_workers, *(options.tokenize_workers for options in measured)] == [0] * 3
 
 
+@pytest.mark.parametrize(
+    "flags", [{"admission": "slo:ttft=2s"}, {"admission": "aimd"}, {"ttft_deadline": "2s"}]
+)
+def test_an_engine_whose_policies_weigh_costs_is_measured_with_its_cost_model(flags: dict[str, Any]) -> None:
+    assert [options.cost_model for options in proposing(**flags)] == [COST_MODEL] * 3
+    assert [options.cost_model for options in proposing()] == [COST_MODEL, None, None]
+
+
 def test_the_sizes_of_a_server_are_those_of_its_simulation_alone() -> None:
     server = {"target": "http://localhost:1/v1", "tokenizer": "builtin"}
     simulated, *measured = proposing(**server, max_batch_size=128, max_num_batched_tokens=2048)

@@ -7,12 +7,14 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from roseinfer.bench.ab import BlockedRuns
 from roseinfer.sim.cost_model import CostModel
 from tests.bench.asking import Ask
 from tests.bench.made_sides import ENVIRONMENT, stored_run
+from tests.bench.rows import facts_of, measured
 from tests.bench.stored import create
 
 STEADY = (0.0100, 0.0101, 0.0099, 0.0100, 0.0101, 0.0099)
@@ -177,6 +179,19 @@ def test_the_deterministic_gate_sees_seven_percent_more_prefill(ask: Ask, tmp_pa
     judge = ["check", "results/sweep/head", "--baseline", "results/sweep/base"]
     assert ask(*judge, *rules).code == 1
     assert ask(*judge).code == 0  # x1.10: for figures with noise
+
+
+@pytest.mark.parametrize(
+    "command", ["check gate/stopped --baseline gate/base", "compare gate/base gate/stopped"]
+)
+def test_what_was_interrupted_is_not_compared(ask: Ask, runs: Path, command: str) -> None:
+    stored_run(runs, "thereof", STEADY[:2])
+    finished = ask(*command.replace("stopped", "thereof").split()).out
+    stopped = stored_run(runs, "stopped", STEADY[:2])
+    rows = measured(repeat=2, service_s=1.0)
+    facts = replace(facts_of(rows), interrupted_s=0.5)
+    stopped.write_cell(rows["cell_id"].iloc[0], 2, rows, pd.DataFrame(), facts.to_json())
+    assert ask(*command.split()).out == finished.replace("thereof", "stopped")
 
 
 def test_an_interrupted_comparison_says_what_is_on_disk(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

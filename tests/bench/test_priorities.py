@@ -131,6 +131,18 @@ def test_classes_are_saved_and_played_again(tmp_path: Path) -> None:  # case C5
     assert workload_sha256([again.table()]) == workload_sha256([table])
 
 
+def test_a_deadline_of_a_class_that_was_never_drawn_is_none_of_a_replay(tmp_path: Path) -> None:
+    rows = {"scheduled_s": [0.0, 1.0], "output_tokens": [1, 1], "prompt_tokens": [8, 8]}
+    rows |= {"priority": ["high", "high"], "priority_rank": [0, 0]}
+    pd.DataFrame(rows).to_parquet(tmp_path / "w.parquet")
+    flags = {"workload": tmp_path / "w.parquet", "repeats": 1}
+    made = experiment(**flags, ttft_deadline="high:1s,low:5s")
+    assert made.load.ttft_deadlines.of(made.class_names) == (1.0,)
+    pd.DataFrame(rows).drop(columns=["priority", "priority_rank"]).to_parquet(tmp_path / "w.parquet")
+    with pytest.raises(InputError, match="needs --priority-mix"):
+        experiment(**flags, ttft_deadline="low:5s")
+
+
 def test_a_replay_cut_by_its_duration_keeps_the_classes_in_place(tmp_path: Path) -> None:
     rows = {"scheduled_s": [2.0, 0.0, 1.0], "output_tokens": [1, 1, 1], "prompt_tokens": [8, 8, 8]}
     rows |= {"priority": ["c", "a", "b"], "priority_rank": [3, 0, 1]}

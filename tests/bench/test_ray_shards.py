@@ -110,6 +110,17 @@ def test_a_simulation_leaves_the_tables_that_one_process_leaves(
     assert there.read_facts() == here.read_facts()
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_holds_no_rows_it_says_where_they_are(simulation: Experiment) -> None:
+    worker = ray_shards._Worker(partial(simulated, simulation))
+    answer = worker.run(measurement.CellRun(simulation.cells[0], 0))
+    assert isinstance(answer, ray_shards.Answer)
+    assert [(name, type(place)) for name, place in answer.rows] == [
+        ("requests", ray.ObjectRef),
+        ("steps", ray.ObjectRef),
+    ]
+
+
 def test_it_goes_on_with_what_is_missing(tmp_path: Path, cluster: Cluster, simulation: Experiment) -> None:
     folder, bench = create(tmp_path, simulation), simulated(simulation)
     done, missing = (measurement.CellRun(cell, 0) for cell in simulation.cells)

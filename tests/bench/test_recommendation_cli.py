@@ -15,6 +15,7 @@ from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
 from tests.bench.asking import Answer, Ask, ask_in
+from tests.bench.stored import stopped
 
 COST_MODEL = str(Path(__file__).parents[2] / "experiments" / "gpt2_cpu.cost.json")
 SIM = ("--target", "sim", "--cost-model", COST_MODEL, "--quiet")
@@ -322,6 +323,14 @@ def test_an_invalid_run_is_refused_as_check_does(
     answer = ask("recommend", swept, "--slo", "p95_ttft:250")
     assert answer.code == 4
     assert answer.complaint == "INVALID: run: the client was late"
+
+
+def test_a_cell_that_was_interrupted_is_no_evidence(ask: Ask, swept: str, tmp_path: Path) -> None:
+    run = stopped(RunFolder.open(Path(swept)), tmp_path)
+    answer = ask("recommend", str(run.path), "--slo", "p95_ttft:700", "--cost-model", COST_MODEL)
+    assert answer.code == 0
+    assert "recommended for p95_ttft:700: 16." in answer.out
+    assert "Note: run is not finished: 11 of 12 cells and repeats are" in answer.out.splitlines()
 
 
 def test_no_run_is_refused(ask: Ask) -> None:

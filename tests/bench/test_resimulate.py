@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench import plots
+from roseinfer.bench.cli import _prediction_errors
 from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.records import REQUEST_SCHEMA
 from roseinfer.bench.resimulate import at_limits, predicted, resimulated
@@ -20,6 +21,7 @@ from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, Fitted, StepCost, SubmitCost
 from tests.bench.asking import Ask, ask_in
+from tests.bench.stored import cells_in, stopped
 
 COST = CostModel("a tenth of a second a step", StepCost(0.1, 0.001, 0.0, 0.01, 0.0))
 SLOWER = CostModel("slower", StepCost(0.11, 0.0011, 0.0, 0.011, 0.0))
@@ -139,6 +141,36 @@ def test_clients_come_back_as_they_did(simulate: Callable[..., RunFolder]) -> No
     expected, found = (rows[columns] for rows in (run.read_requests(), predicted(run, COST)))
     assert (expected["attempts"] > 1).any()
     pd.testing.assert_frame_equal(found, expected)
+
+
+def test_a_class_that_was_never_drawn_may_have_a_deadline(simulate: Callable[..., RunFolder]) -> None:
+    run = simulate(
+        "--burst-size 1 --priority-mix high:0.9,low:0.1 --ttft-deadline high:5s,low:9s --repeats 1"
+    )
+    assert run.read_requests()["priority"].nunique() == 1
+    assert predicted(run, COST)["outcome"].tolist() == ["completed"]
+
+
+def test_what_was_interrupted_is_not_predicted(simulate: Callable[..., RunFolder], tmp_path: Path) -> None:
+    run = stopped(simulate("--burst-size 8 --max-inflight 4,0 --repeats 1"), tmp_path / "stopped")
+    (finished,) = run.finished_cells()
+    found = resimulated(run, COST)
+    assert cells_in(found.requests) == cells_in(found.steps) == {finished}
+
+
+def test_a_repeat_of_which_nothing_was_finished_is_not_predicted_at_any_limit(
+    simulate: Callable[..., RunFolder], tmp_path: Path
+) -> None:
+    run = stopped(simulate("--burst-size 8 --max-inflight 4 --repeats 2"), tmp_path / "stopped")
+    assert set(at_limits(run, COST, [2, 4])["repeat"]) == {0}
+
+
+def test_predicted_over_measured_leaves_out_what_was_interrupted(
+    simulate: Callable[..., RunFolder], tmp_path: Path
+) -> None:
+    run = stopped(simulate("--burst-size 8 --max-inflight 4 --repeats 2"), tmp_path / "stopped")
+    (cell,) = _prediction_errors(run, tmp_path / "slower.json", None).to_dict("records")
+    assert (cell["offered"], cell["measured_n_ttft"], cell["predicted_n_ttft"]) == (8, 4, 4)
 
 
 def test_a_run_without_its_workload_is_refused(simulate: Callable[..., RunFolder]) -> None:

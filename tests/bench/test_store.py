@@ -293,6 +293,14 @@ def test_a_cell_that_was_interrupted_is_there_but_not_finished(tmp_path: Path) -
     assert "new" in set(run.read_requests()["cell_id"])
 
 
+def test_the_finished_part_of_a_run_is_all_of_it_but_what_was_interrupted(tmp_path: Path) -> None:
+    run = with_cells(tmp_path)
+    before = content(run)
+    assert content(run.finished_part()) == before
+    run.write_cell("new", 0, requests(), steps(), {"interrupted_s": 1.5})
+    assert content(run.finished_part()) == before
+
+
 def test_a_cell_that_was_interrupted_is_replaced_by_the_whole_one(tmp_path: Path) -> None:
     prepared = with_cells(tmp_path)
     before = prepared.finished_cells()

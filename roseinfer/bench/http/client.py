@@ -7,12 +7,11 @@ a slow server nor many answers at once hold back a send.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from math import inf
@@ -21,6 +20,7 @@ from typing import Final, Self
 import numpy as np
 
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
+from roseinfer.bench.environment import no_gc
 from roseinfer.bench.http.connection import MOST_READY, Breakage, Connection, Pool, breakage_of, many_files
 from roseinfer.bench.http.exchange import (
     ClientLoad,
@@ -147,7 +147,7 @@ class HttpClient:
             if load.duration_s is not None:
                 self._until_s = self._t0 + load.duration_s
         interrupted_s = None
-        with held(), _no_gc():
+        with held(), no_gc():  # a pass over all that it keeps would take tens of milliseconds
             self._loop_load = LoopLoad(clock())
             try:
                 self._run()
@@ -479,15 +479,3 @@ class HttpClient:
             request.gave_up_s = now
             request.unsent_because = INTERRUPTED
         return now
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    """The client makes no cycles, and a pass over all that it keeps would take tens of milliseconds."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
