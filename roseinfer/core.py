@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from roseinfer.admission import Admission, TicketState
 from roseinfer.errors import InputError, InvariantError, PromptTooLongError
-from roseinfer.executor import StepPlan, StepResult
+from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
 from roseinfer.request import FinishReason, Request, TokenEvent
 from roseinfer.scheduler import STALE_SLACK, Scheduler, SchedulerLimits
@@ -91,8 +91,10 @@ class Core:
         Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
         """
         self.admission.progress([(request.ticket, n_tokens) for request, _, n_tokens, _ in plan.spans])
+        kv_cache = self.scheduler.kv_cache
+        caches_prefixes = kv_cache.caches_prefixes
         events = []
-        for (request, _, _, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
+        for (request, start, n_tokens, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
             request.num_pending -= 1
             if request.finish_reason is not None:
                 continue
@@ -100,6 +102,9 @@ class Core:
                 if request.num_pending == 0:
                     events.append(self._end(request, now, FinishReason.ABORT))
                 continue
+            if caches_prefixes and start // KV_BLOCK_TOKENS < (start + n_tokens) // KV_BLOCK_TOKENS:
+                # Not sooner: another request of the same step would read what is only being written.
+                kv_cache.publish(request.request_id, request.known_ids(), start + n_tokens)
             if samples:
                 if token_id is None:
                     raise InvariantError(f"request {request.request_id}: a sampling span gave no token")

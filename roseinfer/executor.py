@@ -38,16 +38,22 @@ class Composition(NamedTuple):
     prefill_attention_pairs: int
     decode_requests: int
     context_tokens: int
+    cached_tokens: int
 
 
 class StepPlan(NamedTuple):
-    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty."""
+    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty.
+
+    `copies` are pairs of KV blocks (from, to), done before anything else is written. All are read before the first is
+    written: one may stand on both sides.
+    """
 
     spans: list[Span]
+    copies: Sequence[tuple[int, int]] = ()
 
     def composition(self) -> Composition:
-        """What it computes. A token attends to itself and to all before it."""
-        prefills = prefill_tokens = attention_pairs = decodes = context_tokens = 0
+        """What it computes, and what it found in the prefix cache. A token attends to itself and to all before it."""
+        prefills = prefill_tokens = attention_pairs = decodes = context_tokens = cached_tokens = 0
         for request, start, n_tokens, _ in self.spans:
             if start >= request.prompt_len:
                 decodes += 1
@@ -56,7 +62,11 @@ class StepPlan(NamedTuple):
                 prefills += 1
                 prefill_tokens += n_tokens
                 attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
-        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens)
+                if start and start == request.cached_tokens:  # its first step
+                    cached_tokens += start
+        return Composition(
+            prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens
+        )
 
 
 class StepResult(NamedTuple):
@@ -134,6 +144,11 @@ class Engine(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def paged_attn(self) -> bool:
+        """Attention reads KV blocks wherever they are, so that requests can share them."""
+        ...
 
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Token budget of a step when the user names none; > max_batch_size."""

@@ -44,6 +44,8 @@ class SchedulerManager:
     max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
     tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
     unread_timeout_s: how long an ended stream that nobody reads keeps its slot.
+    prefix_cache: what a prompt begins with is not computed again while the KV cache still holds it, from whichever
+        request of this manager.
     on_step: called by the engine thread after each step was published.
     start: False leaves the engine thread out; then `step()` turns the loop.
 
@@ -61,6 +63,7 @@ class SchedulerManager:
         tokenize_workers: int = 0,
         unread_timeout_s: float = 60.0,
         *,
+        prefix_cache: bool = True,
         clock: Clock = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
@@ -83,7 +86,9 @@ class SchedulerManager:
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
-            )
+            ),
+            prefix_cache=prefix_cache,
+            shares_blocks=engine.paged_attn,
         )
         self._core = Core(
             limits=self.limits,

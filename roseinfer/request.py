@@ -85,6 +85,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
     num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
     num_to_schedule: int = 0  # all that ever will be, known when it is admitted to run
+    cached_tokens: int | None = None  # of its prompt, found in the prefix cache when it was admitted to run
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
     aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
 
@@ -93,6 +94,11 @@ class Request:
         """Prompt tokens. Only asked of tokenised requests."""
         assert self.prompt_ids is not None
         return len(self.prompt_ids)
+
+    def known_ids(self) -> Sequence[int]:
+        """Prompt, then output. Only asked of tokenised requests."""
+        assert self.prompt_ids is not None
+        return [*self.prompt_ids, *self.output_ids] if self.output_ids else self.prompt_ids
 
     @property
     def max_len(self) -> int:

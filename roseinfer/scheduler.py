@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from roseinfer.admission import Admission, TicketState
 from roseinfer.errors import InputError, InvariantError, check_whole
-from roseinfer.executor import Span, StepPlan
+from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request
 
@@ -99,7 +99,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Stamps first_scheduled_s with `now`."""
-        spans = []
+        spans: list[Span] = []
+        copies: list[tuple[int, int]] = []
         half = self._half_prefilled
         # Counted from what was asked for, not from what came: right with launched steps outstanding as well.
         for request in self.running.values():
@@ -114,11 +115,11 @@ class Scheduler:
             budget -= spans[-1].n_tokens
         while budget and self._half_prefilled is None:
             head = self._head()
-            if head is None or not self._admit(head, now):
+            if head is None or not self._admit(head, now, copies):
                 break
             spans.append(self._take_prefill(head, budget))
             budget -= spans[-1].n_tokens
-        return StepPlan(spans) if spans else None
+        return StepPlan(spans, copies) if spans else None
 
     def check(self) -> None:
         """Raises InvariantError when bookkeeping contradicts itself. For tests, after every step."""
@@ -161,19 +162,27 @@ class Scheduler:
             heapq.heappop(self._ready)  # it ended while it waited
         return None
 
-    def _admit(self, head: Request, now: float) -> bool:
-        """Moves the head of the queue to running if a seat and its whole KV cache are free."""
+    def _admit(self, head: Request, now: float, copies: list[tuple[int, int]]) -> bool:
+        """Moves the head of the queue to running if a seat and its whole KV cache are free.
+
+        What the prefix cache has of its prompt counts as computed; it may have to be copied first (`copies`).
+        """
         if len(self.running) >= self.limits.seats:
             return False
-        max_len = head.max_len
-        if not self.kv_cache.can_allocate(max_len):
+        kv_cache, max_len = self.kv_cache, head.max_len
+        assert head.prompt_ids is not None  # it is ready
+        prefix = kv_cache.find_prefix(head.prompt_ids)
+        if not kv_cache.can_allocate(max_len, prefix):
             return False
         if not self.admission.start(head.ticket):
             raise InvariantError(f"request {head.request_id} waits without a slot")
         heapq.heappop(self._ready)
         del self.waiting[head.request_id]
         self.running[head.request_id] = head
-        head.block_table = self.kv_cache.allocate(head.request_id, max_len)
+        head.block_table = kv_cache.allocate(head.request_id, max_len, prefix)
+        head.cached_tokens = head.num_scheduled = len(prefix) * KV_BLOCK_TOKENS
+        if prefix and not kv_cache.shares_blocks:
+            copies += zip(prefix, head.block_table, strict=False)
         head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
         head.first_scheduled_s = now
         return True

@@ -53,6 +53,7 @@ class ScriptedEngine:
     max_model_len = 4096
     vocab_size = 0x110000
     eos_token_ids = frozenset({EOS})
+    paged_attn = True
 
     def __init__(
         self,
@@ -120,11 +121,15 @@ class CoreDriver:
         kv_tokens: int = 1 << 14,
         max_model_len: int = 4096,
         unread_timeout_s: float = 60.0,
+        prefix_cache: bool = False,
+        shares_blocks: bool = True,
     ) -> None:
         self.now = 0.0
         self.core = Core(
             limits=SchedulerLimits(batch, active, budget),
-            kv_cache=KVCache(blocks_for(kv_tokens)),
+            kv_cache=KVCache(
+                blocks_for(kv_tokens), prefix_cache=prefix_cache, shares_blocks=shares_blocks
+            ),
             admission=Admission(limit),
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
@@ -134,12 +139,18 @@ class CoreDriver:
         self.events: list[TokenEvent] = []
 
     def add(
-        self, prompt_tokens: int = 4, max_new_tokens: int = 4, *, text: bool = False, ignore_eos: bool = False
+        self,
+        prompt: int | Sequence[int] = 4,
+        max_new_tokens: int = 4,
+        *,
+        text: bool = False,
+        ignore_eos: bool = False,
     ) -> Request:
-        """Reserves and submits; a text is not tokenised yet."""
+        """Reserves and submits token ids, or so many of them; a text is not tokenised yet."""
+        prompt_ids = range(prompt) if isinstance(prompt, int) else prompt
         params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos)
-        ticket = self.core.admission.reserve(self.now, prompt_tokens + max_new_tokens)
-        ids = None if text else range(prompt_tokens)
+        ticket = self.core.admission.reserve(self.now, len(prompt_ids) + max_new_tokens)
+        ids = None if text else prompt_ids
         request = Request(len(self.requests), params, ticket, 0, ids, self.now)
         self.requests.append(request)
         self.took(self.core.submit(request))

@@ -105,6 +105,7 @@ class Client:
             if stream is not None:
                 attempt.timings = stream.timings
                 attempt.prompt_tokens = stream.prompt_tokens
+                attempt.cached_tokens = stream.cached_tokens
                 attempt.inflight = stream.inflight_before
                 attempt.gave_up_s = self._consumer.gave_up_s.get(stream.request_id)
         for received_s, events in self._consumer.batches:

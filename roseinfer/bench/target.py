@@ -93,6 +93,7 @@ class InProcessTarget:
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,
+                prefix_cache=options.prefix_cache,
                 clock=time.perf_counter,
                 on_step=steps.append,
             )
@@ -113,6 +114,7 @@ class _ThriftyEngine:
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.vocab_size
         self.eos_token_ids = engine.eos_token_ids
+        self.paged_attn = engine.paged_attn
         self.default_num_batched_tokens = engine.default_num_batched_tokens
         self.default_kv_cache_tokens = engine.default_kv_cache_tokens
         self._engine = engine

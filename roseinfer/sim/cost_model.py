@@ -121,7 +121,7 @@ class CostModel:
 
         Nothing but sums and products in a fixed order: equal on every machine.
         """
-        _, prefill_tokens, attention_pairs, decode_requests, context_tokens = plan.composition()
+        _, prefill_tokens, attention_pairs, decode_requests, context_tokens, _ = plan.composition()
         cost = self.step
         return (
             cost.constant_s
