@@ -64,9 +64,7 @@ class StepPlan(NamedTuple):
                 attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
                 if start and start == request.cached_tokens:  # its first step
                     cached_tokens += start
-        return Composition(
-            prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens
-        )
+        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens)
 
 
 class StepResult(NamedTuple):

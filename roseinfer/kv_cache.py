@@ -37,7 +37,9 @@ class KVCache:
         self._owned: dict[int, list[int]] = {}
         # What follows stays as it is without a prefix cache.
         self._users = [0] * num_blocks  # tables that a block is in
-        self._chains: dict[int, tuple[int, int]] = {}  # of each owner: blocks known so far, number of the last
+        self._chains: dict[
+            int, tuple[int, int]
+        ] = {}  # of each owner: blocks known so far, number of the last
         # Blocks that are kept and evicted together, by their first one, least recently used first. A contiguous
         # run stays one, so that a request of its size finds its memory in one piece.
         self._cached: dict[int, list[int]] = {}

@@ -127,9 +127,7 @@ class CoreDriver:
         self.now = 0.0
         self.core = Core(
             limits=SchedulerLimits(batch, active, budget),
-            kv_cache=KVCache(
-                blocks_for(kv_tokens), prefix_cache=prefix_cache, shares_blocks=shares_blocks
-            ),
+            kv_cache=KVCache(blocks_for(kv_tokens), prefix_cache=prefix_cache, shares_blocks=shares_blocks),
             admission=Admission(limit),
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),

@@ -76,7 +76,11 @@ class Caching(RuleBasedStateMachine):
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}  # blocks
 
-    @rule(request_id=request_ids, kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4), more=st.integers(0, 2))
+    @rule(
+        request_id=request_ids,
+        kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        more=st.integers(0, 2),
+    )
     def allocate(self, request_id: int, kinds: list[int], more: int) -> None:
         prompt = tuple(kind for kind in kinds for _ in range(KV_BLOCK_TOKENS))
         n_tokens = len(prompt) + more * KV_BLOCK_TOKENS

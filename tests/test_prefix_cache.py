@@ -99,7 +99,9 @@ def test_two_equal_prompts_in_one_step_both_compute(shares_blocks: bool) -> None
 
 
 @layouts
-def test_an_equal_prompt_beside_a_half_prefilled_one_finds_what_is_done(shares_blocks: bool) -> None:  # case B4
+def test_an_equal_prompt_beside_a_half_prefilled_one_finds_what_is_done(
+    shares_blocks: bool,
+) -> None:  # case B4
     driver = a_driver(shares_blocks=shares_blocks, budget=40)
     for _ in range(2):
         driver.add([*PROMPT, 1], 1)
@@ -200,7 +202,9 @@ kinds = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 scripts = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 20), kinds),
-        st.tuples(st.sampled_from(["abort", "step", "step", "launch", "commit", "raise"]), st.integers(0, 20), kinds),
+        st.tuples(
+            st.sampled_from(["abort", "step", "step", "launch", "commit", "raise"]), st.integers(0, 20), kinds
+        ),
     ),
     max_size=40,
 )

@@ -100,7 +100,9 @@ def _steps(
 ) -> tuple[list[StepRecord], list[list[int]]]:
     """The steps that answer `prompts`, and the answers."""
     steps: list[StepRecord] = []
-    with SchedulerManager(engine, max_batch_size=len(prompts), on_step=steps.append) as manager:
+    with SchedulerManager(
+        engine, max_batch_size=len(prompts), on_step=steps.append, prefix_cache=False
+    ) as manager:
         params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         streams = [manager.submit(prompt, params) for prompt in prompts]
         answers = [[token.token_id for token in stream.tokens()] for stream in streams]

@@ -2,12 +2,16 @@
 
 One step is one row of packed tokens: decodes first (one token each), then prefill spans. Keys and values of every
 token live in a slot of the layer's two tensors; slot = block * KV_BLOCK_TOKENS + offset in the block.
+
+A decode reads its context in one of two ways. Contiguous: where it is, in one piece, as far as the blocks lie one behind
+the other. Paged: gathered from blocks that lie anywhere, all decodes at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -32,8 +36,8 @@ LayerKV = tuple[torch.Tensor, torch.Tensor]
 class PrefillGroup:
     """`n_spans` neighbouring spans of `n_tokens` each, from packed token `offset` on.
 
-    `context_slots` is None when they start at position 0 and so attend to themselves alone; else there is one span
-    and it names the slots of positions 0 .. start + n_tokens - 1, with the causal `mask` [n_tokens, context].
+    `context_slots` is None when they start at position 0 and so attend to themselves alone; else it names the slots
+    [n_spans, context] of positions 0 .. start + n_tokens - 1, with the causal `mask` [n_tokens, context].
     """
 
     offset: int
@@ -45,18 +49,20 @@ class PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Requests with one query each and equally long contexts, whose keys lie in memory at equal distances.
+    """Requests with one query each, and equally long contexts that lie in memory at equal distances.
 
-    Their `context` keys and values are read where they are: request i's from slot `start + i * stride` on. A request
-    whose blocks are scattered is a group of its own, with `slots` [context] to gather.
+    Their `context` keys and values are read where they are: request i's from slot `start + i * stride` on. Contexts
+    that lie scattered are gathered from `slots` [n, context]; where they are not equally long, `mask`
+    [n, 1, 1, context] is True for what is a request's own.
     """
 
     rows: torch.Tensor | slice  # of the queries
     n: int
     context: int
-    start: int
-    stride: int
+    start: int = 0
+    stride: int = 0
     slots: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,11 @@ class StepContext:
     lasts: list[QueryGroup]  # of those tokens
 
 
-def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) -> StepContext:
+def build_step_context(
+    plan: StepPlan, kv: list[LayerKV], device: torch.device, *, paged: bool = False
+) -> StepContext:
     """Turns the block tables of a plan (decodes first) into slots."""
+    query_groups = _paged_queries if paged else _contiguous_queries
     spans = plan.spans
     contexts = [_slots_of(span) for span in spans]
     n_decodes = 0
@@ -82,14 +91,14 @@ def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) 
     ends = np.cumsum([span.n_tokens for span in spans]) - 1
     samples = np.array([span.samples for span in spans])
     sampling = [context for context, its in zip(contexts, samples, strict=True) if its]
-    decodes = _query_groups(contexts[:n_decodes], device)
+    decodes = query_groups(contexts[:n_decodes], device)
     return StepContext(
         kv=kv,
         slots=torch.from_numpy(np.concatenate(written)).to(device),
         decodes=decodes,
         prefills=_prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, device),
         last=torch.from_numpy(ends[samples]).to(device),
-        lasts=decodes if len(sampling) == n_decodes == len(spans) else _query_groups(sampling, device),
+        lasts=decodes if len(sampling) == n_decodes == len(spans) else query_groups(sampling, device),
     )
 
 
@@ -108,7 +117,32 @@ def _slots_of(span: Span) -> NDArray[np.int64]:
     return slots.reshape(-1)[: span.start + span.n_tokens]
 
 
-def _query_groups(contexts: list[NDArray[np.int64]], device: torch.device) -> list[QueryGroup]:
+def copy_blocks(kv: list[LayerKV], copies: Sequence[tuple[int, int]]) -> None:
+    """Copies KV blocks (from, to) in all layers. All are read before the first is written."""
+    sources, targets = torch.tensor(copies, device=kv[0][0].device).unbind(1)
+    for tensor in chain.from_iterable(kv):
+        blocks = tensor.unflatten(0, (-1, KV_BLOCK_TOKENS))
+        blocks[targets] = blocks[sources]
+
+
+def _paged_queries(contexts: list[NDArray[np.int64]], device: torch.device) -> list[QueryGroup]:
+    """Row i belongs to `contexts[i]`: one group of all."""
+    if not contexts:
+        return []
+    lengths = np.array([len(slots) for slots in contexts])
+    context = int(lengths.max())
+    # Past its end a request reads its own last slot again: masked, but what others hold may be NaN, and stay so.
+    slots = np.array([slots[-1] for slots in contexts])[:, None].repeat(context, 1)
+    for row, its in zip(slots, contexts, strict=True):
+        row[: len(its)] = its
+    mask = None
+    if (lengths < context).any():
+        mask = torch.from_numpy(np.arange(context) < lengths[:, None])[:, None, None].to(device)
+    rows = slice(0, len(contexts))
+    return [QueryGroup(rows, len(contexts), context, slots=torch.from_numpy(slots).to(device), mask=mask)]
+
+
+def _contiguous_queries(contexts: list[NDArray[np.int64]], device: torch.device) -> list[QueryGroup]:
     """Row i belongs to `contexts[i]`. Requests admitted together usually lie one behind the other: one group."""
     groups = []
     runs: list[tuple[int, int, int]] = []  # (context, first slot, row) of those that lie in one piece
@@ -117,7 +151,7 @@ def _query_groups(contexts: list[NDArray[np.int64]], device: torch.device) -> li
             runs.append((len(slots), int(slots[0]), row))
         else:
             gathered = torch.from_numpy(slots).to(device)
-            groups.append(QueryGroup(slice(row, row + 1), 1, len(slots), 0, 0, gathered))
+            groups.append(QueryGroup(slice(row, row + 1), 1, len(slots), slots=gathered[None]))
     runs.sort()
     first = 0
     while first < len(runs):
@@ -140,16 +174,14 @@ def _prefill_groups(
     groups: list[PrefillGroup] = []
     pairs = zip(spans, contexts, strict=True)
     for (start, n_tokens), members in groupby(pairs, key=lambda pair: (pair[0].start, pair[0].n_tokens)):
-        members_ = list(members)
-        if start == 0:
-            groups.append(PrefillGroup(offset, len(members_), n_tokens))
-            offset += len(members_) * n_tokens
-            continue
-        positions = torch.arange(start + n_tokens, device=device)
-        mask = positions <= positions[start:, None]
-        for _, context in members_:
-            groups.append(PrefillGroup(offset, 1, n_tokens, torch.from_numpy(context).to(device), mask))
-            offset += n_tokens
+        its = [context for _, context in members]
+        slots = mask = None
+        if start:
+            slots = torch.from_numpy(np.stack(its)).to(device)
+            positions = torch.arange(start + n_tokens, device=device)
+            mask = positions <= positions[start:, None]
+        groups.append(PrefillGroup(offset, len(its), n_tokens, slots, mask))
+        offset += len(its) * n_tokens
     return groups
 
 
@@ -230,6 +262,7 @@ def _one_query_each(
             query[group.rows].reshape(group.n, kv_heads, heads // kv_heads, head_dim),
             _contexts(keys, group),
             _contexts(values, group),
+            attn_mask=group.mask,
             scale=scaling,
         )
         out[group.rows] = mixed.reshape(group.n, heads, -1)
@@ -238,7 +271,7 @@ def _one_query_each(
 def _contexts(cache: torch.Tensor, group: QueryGroup) -> torch.Tensor:
     """[slots, kv_heads, dim] -> [n, kv_heads, context, dim], a view of the cache where it can be one."""
     if group.slots is not None:
-        return cache[group.slots].transpose(0, 1)[None]
+        return cache[group.slots].transpose(1, 2)
     per_slot, per_head, per_element = cache.stride()
     shape = (group.n, cache.shape[1], group.context, cache.shape[2])
     strides = (group.stride * per_slot, per_head, per_slot, per_element)
@@ -256,7 +289,7 @@ def _prefill(
 ) -> torch.Tensor:
     """Spans of several tokens. query [tokens, heads, head_dim] -> the same shape."""
     if group.context_slots is not None:
-        key, value = keys[group.context_slots], values[group.context_slots]
+        key, value = (x[group.context_slots].flatten(0, 1) for x in (keys, values))
     query, key, value = (
         x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]

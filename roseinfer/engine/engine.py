@@ -54,16 +54,24 @@ class EngineDescription:
     matrix_parameters: int  # of the linear layers, the head left out: 2 of these are the work of a token
     weight_bytes: int  # read by a step of one token: linear layers and head
     kv_bytes_per_token: int
+    kv_layout: str  # "contiguous" or "paged"
 
 
 class InferenceEngine:
     """Implements `roseinfer.executor.Engine` with torch and transformers. Make one with `from_pretrained`."""
 
     def __init__(
-        self, loaded: LoadedModel, *, name: str, max_model_len: int | None = None, native: bool = True
+        self,
+        loaded: LoadedModel,
+        *,
+        name: str,
+        max_model_len: int | None = None,
+        native: bool = True,
+        paged_attn: bool | None = None,
     ) -> None:
         """Takes over `loaded`. `native` False keeps a model that has a native form on transformers' modules.
 
+        paged_attn: see `from_pretrained`.
         Raises ModelError for a model that this engine would not compute faithfully.
         """
         model = loaded.model
@@ -79,6 +87,7 @@ class InferenceEngine:
         matrices, head = _matrix_parameters(model)
         self._model, implementation = _implementation(model, self._max_model_len, native)
         self._device = model.device
+        self._paged_attn = model.device.type == "cuda" if paged_attn is None else paged_attn
         self._tokenizer = loaded.tokenizer
         self.chat_template = loaded.chat_template
         self._eos_token_ids = loaded.eos_token_ids
@@ -103,6 +112,7 @@ class InferenceEngine:
             matrix_parameters=matrices,
             weight_bytes=(matrices + head) * dtype.itemsize,
             kv_bytes_per_token=self._kv.bytes_per_token,
+            kv_layout="paged" if self._paged_attn else "contiguous",
         )
 
     @classmethod
@@ -115,12 +125,14 @@ class InferenceEngine:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         native: bool = True,
+        paged_attn: bool | None = None,
     ) -> InferenceEngine:
         """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
 
         device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32 or bf16. max_model_len: tokens
         a request may span, None for the model's context. num_threads: of torch in this process, None leaves them.
-        native: see `__init__`.
+        native: see `__init__`. paged_attn: the KV cache is read block by block, and requests share what they have in
+        common; else each has its own, in one piece where there is room. None chooses: paged on CUDA alone.
         Raises InputError for values that cannot work, ModelError for a model that cannot.
         """
         source = check_model_source(model)
@@ -130,7 +142,7 @@ class InferenceEngine:
             torch.set_num_threads(num_threads)
         on = resolve_device(device)
         loaded = load_model(source, on, resolve_dtype(dtype, on))
-        return cls(loaded, name=model, max_model_len=max_model_len, native=native)
+        return cls(loaded, name=model, max_model_len=max_model_len, native=native, paged_attn=paged_attn)
 
     @property
     def max_model_len(self) -> int:
@@ -143,6 +155,10 @@ class InferenceEngine:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._eos_token_ids
+
+    @property
+    def paged_attn(self) -> bool:
+        return self._paged_attn
 
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Large enough for products at full speed, small enough that decodes do not wait long behind a prefill."""
@@ -164,7 +180,9 @@ class InferenceEngine:
         A decode of every batch size up to 64 was computed once when this returns, so that no request pays for being
         the first. Steps with a prefill are left cold: they have any number of tokens.
         """
-        executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
+        executor = TorchExecutor(
+            self._model, self._kv.tensors(num_kv_blocks), clock, paged_attn=self._paged_attn
+        )
         self._kv.lend(executor)
         warmed = min(max_batch_size, _MOST_WARMED)
         executor.warm_up(range(self._warmed + 1, warmed + 1))

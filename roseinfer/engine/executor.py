@@ -8,7 +8,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from roseinfer.engine.attention import LayerKV, StepContext, build_step_context, idle_step_context
+from roseinfer.engine.attention import (
+    LayerKV,
+    StepContext,
+    build_step_context,
+    copy_blocks,
+    idle_step_context,
+)
 from roseinfer.engine.sampling import sample
 from roseinfer.executor import Clock, StepPlan, StepResult, step_token_ids
 
@@ -28,8 +34,9 @@ class Model(Protocol):
 class TorchExecutor:
     """Implements `roseinfer.executor.Executor` on a model and its KV tensors. Owned by one thread."""
 
-    def __init__(self, model: Model, kv: list[LayerKV], clock: Clock) -> None:
+    def __init__(self, model: Model, kv: list[LayerKV], clock: Clock, *, paged_attn: bool = False) -> None:
         self._model = model
+        self._paged_attn = paged_attn
         self._kv = kv
         self._clock = clock
         self._device = kv[0][0].device
@@ -54,12 +61,14 @@ class TorchExecutor:
         """Float logits [sampling spans, vocab] at the last position of every span that samples."""
         ids = [token_id for span in plan.spans for token_id in step_token_ids(span)]
         positions = np.concatenate([np.arange(span.start, span.start + span.n_tokens) for span in plan.spans])
-        context = build_step_context(plan, self._kv, self._device)
+        context = build_step_context(plan, self._kv, self._device, paged=self._paged_attn)
         return self._model.forward(
             torch.tensor(ids, device=self._device), torch.from_numpy(positions).to(self._device), context
         )
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
+        if plan.copies:
+            copy_blocks(self._kv, plan.copies)
         sampling = [span.request for span in plan.spans if span.samples]
         return sample(self.logits(plan), sampling)
 
