@@ -22,6 +22,7 @@ def engine_bench(experiment: Experiment) -> Bench:
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         num_threads=options.num_threads,
+        paged_attn=options.paged_attn,
     )
     source = WorkloadSource(
         experiment,

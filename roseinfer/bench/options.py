@@ -82,6 +82,21 @@ class RunOptions(LoadOptions, HttpOptions):
     kv_cache_tokens: Annotated[
         int | None, whole_option(help="Tokens that the KV cache holds. Default: chosen for the device.")
     ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what prompts begin with in the KV cache, for others that begin alike. Every cell starts cold.",
+        ),
+    ] = True
+    paged_attn: Annotated[
+        bool | None,
+        typer.Option(
+            "--paged-attn/--no-paged-attn",
+            help="Read the KV cache block by block, so that requests share what is alike, instead of in one piece a"
+            " request. Default: on a GPU.",
+        ),
+    ] = None
     tokenize_workers: Annotated[
         int, whole_option(help="Threads that tokenise; with 0 the sender does it within add_request.")
     ] = 1

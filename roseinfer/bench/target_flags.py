@@ -24,6 +24,8 @@ OF_ENGINES: Final = (
     "tokenize_workers",
     "stop_at_eos",
     "warmup_runs",
+    "prefix_cache",
+    "paged_attn",
 )
 """Flags that a simulated engine has no use for: it has no weights, and no text."""
 
@@ -38,6 +40,8 @@ NOT_OF_SERVERS: Final = (
     "max_batch_size",
     "max_num_batched_tokens",
     "kv_cache_tokens",
+    "prefix_cache",
+    "paged_attn",
     "cost_model",
 )
 """Flags of an engine, real or simulated, that its own server would have to be started with."""
@@ -110,7 +114,7 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
 
     address = Address.parse(o.target)
     for field in NOT_OF_SERVERS:
-        if field in given and getattr(o, field) not in (None, False):
+        if field in given and getattr(o, field) != RunOptions.__dataclass_fields__[field].default:
             raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
     _check_not_simulated(o)
     if o.ray is not None:

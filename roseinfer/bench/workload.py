@@ -64,6 +64,8 @@ class WorkloadSource:
     ) -> None:
         options = experiment.options
         self._experiment = experiment
+        shapes = dict.fromkeys(cell.shape for cell in experiment.cells)
+        self._shapes = {shape: place for place, shape in enumerate(shapes)}
         self._encode = None if tokenizer is None else tokenizer.encode
         self._given = None if options.prompt is None else options.prompt * options.prompt_repeats
         self._given_tokens = 0
@@ -136,7 +138,9 @@ class WorkloadSource:
         for times, prompts, outputs in zip(times_s, prompts_of, outputs_of, strict=False):
             n = len(times)
             prompts, outputs = self._cut(prompts[:n], outputs[:n])  # noqa: PLW2901
-            yield Workload(times, (), prompts, outputs, prompt_seed(seed, repeat), load.arrival, repeat)
+            yield Workload(
+                times, (), prompts, outputs, self._prompt_seed(cell.shape, repeat), load.arrival, repeat
+            )
 
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
@@ -159,7 +163,7 @@ class WorkloadSource:
             is_warm_up = repeat >= WARM_UP
             requests = self._replay.requests(shape, 0 if is_warm_up else repeat)
             if is_warm_up or requests.prompt_seed is None:
-                requests = requests._replace(prompt_seed=prompt_seed(seed, repeat))
+                requests = requests._replace(prompt_seed=self._prompt_seed(shape, repeat))
             return requests if load.duration_s is None else requests.before(load.duration_s)
         if load.is_closed:
             times, n = None, load.num_requests or CLOSED_LOOP_MOST
@@ -178,10 +182,13 @@ class WorkloadSource:
             prompt_tokens=prompts,
             output_tokens=outputs,
             texts=None if self._given is None else [self._given] * n,
-            prompt_seed=prompt_seed(seed, repeat),
+            prompt_seed=self._prompt_seed(shape, repeat),
             prefix_tokens=load.prefix_tokens,
             arrival=load.arrival,
         )
+
+    def _prompt_seed(self, shape: Cell, repeat: int) -> int:
+        return prompt_seed(self._experiment.options.seed, repeat, self._shapes.get(shape, 0))
 
     def _cut(
         self, prompts: NDArray[np.int64], outputs: NDArray[np.int64]

@@ -3,8 +3,8 @@
 One step is one row of packed tokens: decodes first (one token each), then prefill spans. Keys and values of every
 token live in a slot of the layer's two tensors; slot = block * KV_BLOCK_TOKENS + offset in the block.
 
-A decode reads its context in one of two ways. Contiguous: where it is, in one piece, as far as the blocks lie one behind
-the other. Paged: gathered from blocks that lie anywhere, all decodes at once.
+A decode reads its context in one of two ways. Contiguous: where it is, in one piece, if its blocks lie one behind the
+other. Paged: gathered from blocks that lie anywhere, all decodes at once.
 """
 
 from __future__ import annotations

@@ -77,6 +77,20 @@ def command(
     kv_cache_tokens: Annotated[
         int | None, whole_option(help="Tokens that the KV cache holds. Default: chosen for the device.")
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what prompts begin with in the KV cache, for others that begin alike.",
+        ),
+    ] = True,
+    paged_attn: Annotated[
+        bool | None,
+        typer.Option(
+            "--paged-attn/--no-paged-attn",
+            help="Read the KV cache block by block, so that requests share what is alike. Default: on a GPU.",
+        ),
+    ] = None,
     tokenize_workers: Annotated[int, whole_option(help="Threads that tokenise.")] = 1,
     max_body_bytes: Annotated[int, whole_option(help="Larger bodies are answered 413.")] = LIMITS.body_bytes,
     max_prompt_chars: Annotated[
@@ -126,7 +140,12 @@ def command(
         from roseinfer.engine import InferenceEngine
 
         engine = InferenceEngine.from_pretrained(
-            model, device=device, dtype=dtype, max_model_len=max_model_len, num_threads=num_threads
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+            paged_attn=paged_attn,
         )
         application = create_app(
             engine,
@@ -145,6 +164,7 @@ def command(
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_tokens=kv_cache_tokens,
             tokenize_workers=tokenize_workers,
+            prefix_cache=prefix_cache,
         )
         limit = "no limit on requests in flight"
         if max_inflight_requests:

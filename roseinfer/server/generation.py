@@ -107,7 +107,13 @@ class Generation:
                 decode_s = token_times_s[-1] - token_times_s[0]
         prompt_tokens = self._stream.prompt_tokens or 0
         return Outcome(
-            self.finish_reason.value, prompt_tokens, len(token_times_s), queue_s, prefill_s, decode_s
+            self.finish_reason.value,
+            prompt_tokens,
+            self._stream.cached_tokens or 0,
+            len(token_times_s),
+            queue_s,
+            prefill_s,
+            decode_s,
         )
 
     def _take(self, event: TokenEvent) -> None:

@@ -103,6 +103,7 @@ class ScriptedDescription:
     matrix_parameters: int = 0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    kv_layout: str = "contiguous"
 
 
 class ScriptedInferenceEngine(ScriptedEngine):

@@ -48,6 +48,14 @@ def test_another_seed_and_another_repeat_have_prompts_of_their_own() -> None:  #
     assert not a & c
 
 
+def test_cells_of_two_shapes_have_prompts_of_their_own() -> None:  # cases I5, I7
+    made = source(prompt_len="8,12", burst_size="6,9")
+    beginnings = [
+        {str(prompt)[:9] for prompt in made.draw(cell, 0).prompts} for cell in made._experiment.cells
+    ]
+    assert len(set[str]().union(*beginnings)) == sum(map(len, beginnings)) == 30
+
+
 def test_warm_up_prompts_are_never_measured() -> None:  # case I3
     measured = {str(prompt) for repeat in range(8) for prompt in draw(repeat=repeat).prompts}
     warm = {str(prompt) for run in range(3) for prompt in draw(repeat=WARM_UP + run).prompts}

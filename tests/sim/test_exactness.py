@@ -124,6 +124,7 @@ class Replay:
             max_inflight_requests=limits.max_inflight_requests,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_tokens=limits.kv_cache_tokens,
+            prefix_cache=False,
             clock=self.clock,
             start=False,
         )

@@ -128,6 +128,7 @@ class HttpTarget:
                 peak_outstanding=played.peak_outstanding,
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
+                may_be_cached=self._experiment.prompts_may_be_alike,
             ),
             notes={
                 "client": {

@@ -26,6 +26,8 @@ def refused(**flags: Any) -> InputError:
         ({"max_batch_size": 8}, "--max-batch-size"),
         ({"kv_cache_tokens": 80}, "--kv-cache-tokens"),
         ({"max_model_len": 80}, "--max-model-len"),
+        ({"prefix_cache": False}, "--prefix-cache"),
+        ({"paged_attn": False}, "--paged-attn"),
         ({"pretok": True}, "--pretok"),
         ({"tokenize_workers": 2}, "--tokenize-workers"),
         ({"cost_model": "x.json"}, "--cost-model"),
