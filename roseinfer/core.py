@@ -104,7 +104,7 @@ class Core:
                 continue
             if caches_prefixes and start // KV_BLOCK_TOKENS < (start + n_tokens) // KV_BLOCK_TOKENS:
                 # Not sooner: another request of the same step would read what is only being written.
-                kv_cache.publish(request.request_id, request.known_ids(), start + n_tokens)
+                kv_cache.publish(request.request_id, request.known_ids, start + n_tokens)
             if samples:
                 if token_id is None:
                     raise InvariantError(f"request {request.request_id}: a sampling span gave no token")

@@ -167,9 +167,4 @@ class Engine(Protocol):
 
 def step_token_ids(span: Span) -> Sequence[int]:
     """The input ids of a span: prompt tokens, then output tokens."""
-    request, start, end = span.request, span.start, span.start + span.n_tokens
-    assert request.prompt_ids is not None
-    n_prompt = len(request.prompt_ids)
-    if end <= n_prompt:
-        return request.prompt_ids[start:end]
-    return [*request.prompt_ids[start:], *request.output_ids[max(0, start - n_prompt) : end - n_prompt]]
+    return span.request.known_ids(span.start, span.start + span.n_tokens)

@@ -9,7 +9,7 @@ copy (a contiguous one, where a request's blocks are to lie one behind the other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from roseinfer.errors import InvariantError
@@ -107,9 +107,10 @@ class KVCache:
                 self._users[block] += 1
         return table
 
-    def publish(self, request_id: int, token_ids: Sequence[int], n_tokens: int) -> None:
-        """Of a request's known tokens, keys and values of the first `n_tokens` exist: full blocks can be found now.
+    def publish(self, request_id: int, known_ids: Callable[[int, int], Sequence[int]], n_tokens: int) -> None:
+        """Keys and values of a request's first `n_tokens` exist: its full blocks can be found now.
 
+        `known_ids(start, end)` gives the token ids of positions start .. end - 1.
         Where others hold the same tokens already, these are found from now on: they will be wanted the longest.
         """
         if self._prefixes is None:
@@ -119,7 +120,7 @@ class KVCache:
         n_full = n_tokens // KV_BLOCK_TOKENS
         for place in range(n_known, n_full):
             start = place * KV_BLOCK_TOKENS
-            ids = tuple(token_ids[start : start + KV_BLOCK_TOKENS])
+            ids = tuple(known_ids(start, start + KV_BLOCK_TOKENS))
             number, replaced = self._prefixes.put(number, ids, table[place])
             run = None if replaced is None else self._run_of.get(replaced)
             if run is not None and not any(block in self._prefixes for block in self._cached[run]):

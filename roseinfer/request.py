@@ -95,10 +95,14 @@ class Request:
         assert self.prompt_ids is not None
         return len(self.prompt_ids)
 
-    def known_ids(self) -> Sequence[int]:
-        """Prompt, then output. Only asked of tokenised requests."""
-        assert self.prompt_ids is not None
-        return [*self.prompt_ids, *self.output_ids] if self.output_ids else self.prompt_ids
+    def known_ids(self, start: int, end: int) -> Sequence[int]:
+        """Token ids of positions start .. end - 1 of prompt + output. Only asked of tokenised requests."""
+        prompt_ids = self.prompt_ids
+        assert prompt_ids is not None
+        n_prompt = len(prompt_ids)
+        if end <= n_prompt:
+            return prompt_ids[start:end]
+        return [*prompt_ids[start:], *self.output_ids[max(0, start - n_prompt) : end - n_prompt]]
 
     @property
     def max_len(self) -> int:

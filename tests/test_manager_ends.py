@@ -93,7 +93,7 @@ class NoIdsExecutor:
 
 
 def no_way_in(manager: SchedulerManager, engine: ScriptedEngine) -> None:
-    manager._core.scheduler.kv_cache.can_allocate = lambda n_tokens, prefix: False  # type: ignore[method-assign]
+    manager._core.scheduler.kv_cache.can_allocate = lambda n_tokens, prefix=(): False  # type: ignore[method-assign]
 
 
 def bad_listener(manager: SchedulerManager, engine: ScriptedEngine) -> None:

@@ -34,7 +34,7 @@ class Memory:
                 self.slots[slot] = token_id
         for request, start, n_tokens, _ in plan.spans:
             held = [self.slots[slot_at(request, position)] for position in range(start + n_tokens)]
-            assert held == list(request.known_ids())[: start + n_tokens]
+            assert held == list(request.known_ids(0, start + n_tokens))
 
 
 def slots_of(block: int) -> range:

@@ -121,7 +121,7 @@ def copy_blocks(kv: list[LayerKV], copies: Sequence[tuple[int, int]]) -> None:
     """Copies KV blocks (from, to) in all layers. All are read before the first is written."""
     sources, targets = torch.tensor(copies, device=kv[0][0].device).unbind(1)
     for tensor in chain.from_iterable(kv):
-        blocks = tensor.unflatten(0, (-1, KV_BLOCK_TOKENS))
+        blocks = tensor.view(-1, KV_BLOCK_TOKENS, *tensor.shape[1:])
         blocks[targets] = blocks[sources]
 
 

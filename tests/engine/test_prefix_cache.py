@@ -128,7 +128,7 @@ def test_any_mix_of_prompts_over_little_memory(layout: str, data: st.DataObject)
 
 def test_copies_of_copies_read_what_was_there_before() -> None:
     kv = [(torch.rand(6 * 16, 2, 3), torch.rand(6 * 16, 2, 5)) for _ in range(2)]
-    before = [[tensor.clone().unflatten(0, (-1, 16)) for tensor in layer] for layer in kv]
+    before = [[tensor.clone().view(-1, 16, *tensor.shape[1:]) for tensor in layer] for layer in kv]
     copies = [(3, 0), (0, 5), (5, 1), (3, 4)]
     copy_blocks(kv, copies)
     for layer, old_layer in zip(kv, before, strict=True):
@@ -136,4 +136,4 @@ def test_copies_of_copies_read_what_was_there_before() -> None:
             expected = old.clone()
             for source, target in copies:
                 expected[target] = old[source]
-            assert torch.equal(tensor.unflatten(0, (-1, 16)), expected)
+            assert torch.equal(tensor.view(-1, 16, *tensor.shape[1:]), expected)
