@@ -99,7 +99,11 @@ class Executor(Protocol):
     """Computes steps one after another. Owned by one thread."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step; every request in it has its KV blocks in `request.block_table`."""
+        """Starts a step; every request in it has its KV blocks in `request.block_table`.
+
+        The step before it may still run. A span that starts past the last token that its request knows goes on from
+        the token that the step before samples.
+        """
         ...
 
 

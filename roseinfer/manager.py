@@ -22,6 +22,7 @@ from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.pipeline import Pipeline, StepFailed
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.stream import Collector, Mailbox, RequestStream, Token
@@ -46,6 +47,8 @@ class SchedulerManager:
     unread_timeout_s: how long an ended stream that nobody reads keeps its slot.
     prefix_cache: what a prompt begins with is not computed again while the KV cache still holds it, from whichever
         request of this manager.
+    overlap_steps: plan and launch a step while the one before it runs; for an engine whose steps run beside the thread
+        that launches them.
     on_step: called by the engine thread after each step was published.
     start: False leaves the engine thread out; then `step()` turns the loop.
 
@@ -64,6 +67,7 @@ class SchedulerManager:
         unread_timeout_s: float = 60.0,
         *,
         prefix_cache: bool = True,
+        overlap_steps: bool = False,
         clock: Clock = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
@@ -111,9 +115,10 @@ class SchedulerManager:
         self._closed = False  # no new requests
         self._ended = False  # the loop has ended: no commands either
         self._died_of: BaseException | None = None
-        self._executor = engine.make_executor(
+        executor = engine.make_executor(
             num_kv_blocks=kv_cache.num_blocks, max_batch_size=self.limits.seats, clock=clock
         )
+        self._pipeline = Pipeline(executor, depth=1 if overlap_steps else 0)
         self._tokenizer = engine.make_tokenizer()
         self._tokenizer_lock = threading.Lock()
         self._pool = TokenizerPool(tokenize_workers, engine.make_tokenizer) if tokenize_workers else None
@@ -270,28 +275,28 @@ class SchedulerManager:
     # ---- engine's side ----
 
     def step(self) -> bool:
-        """One turn of the loop: inbox, plan, compute, commit, publish. False when there was nothing to compute."""
+        """One turn of the loop: inbox, plan, compute, commit, publish. False when there was nothing to compute.
+
+        With `overlap_steps` a turn commits the step before the one that it launches.
+        """
         self._take_inbox()
         plan_start_s = self._clock()
         for request in self._core.expire(plan_start_s):
             self._streams.pop(request.request_id, None)
         plan = self._core.plan(plan_start_s)
-        if plan is None:
+        if plan is None and not self._pipeline:
             return False
-        try:
-            result = self._executor.launch(plan).wait()
-        except Exception as error:
-            self._publish(self._core.fail_step(error, self._clock()))
-            return True
         scheduler = self._core.scheduler
-        waiting, running, kv_tokens = (
-            len(scheduler.waiting),
-            len(scheduler.running),
-            scheduler.kv_cache.used_tokens,
-        )
-        self._publish(self._core.commit(plan, result, self._clock()))
-        if self._on_step is not None:
-            self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), waiting, running, kv_tokens))
+        counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
+        try:
+            for step, result in self._pipeline.turn(plan, plan_start_s, counts):
+                self._publish(self._core.commit(step.plan, result, self._clock()))
+                if self._on_step is not None:
+                    self._on_step(
+                        StepRecord(step.plan, result, step.plan_start_s, self._clock(), *step.counts)
+                    )
+        except StepFailed as failed:
+            self._publish(self._core.fail_step(failed.cause, self._clock()))
         return True
 
     def _run(self) -> None:

@@ -181,6 +181,8 @@ class Scheduler:
         self.running[head.request_id] = head
         head.block_table = kv_cache.allocate(head.request_id, max_len, prefix)
         head.cached_tokens = head.num_scheduled = len(prefix) * KV_BLOCK_TOKENS
+        if prefix:
+            self.admission.progress([(head.ticket, head.num_scheduled)])
         if prefix and not kv_cache.shares_blocks:
             copies += zip(prefix, head.block_table, strict=False)
         head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on

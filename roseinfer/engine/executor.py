@@ -40,6 +40,8 @@ class TorchExecutor:
         self._kv = kv
         self._clock = clock
         self._device = kv[0][0].device
+        self._row_of: dict[int, int] = {}  # of what the last step sampled, by request id
+        self._chosen = torch.empty(0, dtype=torch.int64, device=self._device)  # its ids
 
     def warm_up(self, batch_sizes: Iterable[int]) -> None:
         """Decodes so many requests that there are not. Call it before there are any: slot 0 is written.
@@ -59,18 +61,38 @@ class TorchExecutor:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Float logits [sampling spans, vocab] at the last position of every span that samples."""
-        ids = [token_id for span in plan.spans for token_id in step_token_ids(span)]
         positions = np.concatenate([np.arange(span.start, span.start + span.n_tokens) for span in plan.spans])
         context = build_step_context(plan, self._kv, self._device, paged=self._paged_attn)
         return self._model.forward(
-            torch.tensor(ids, device=self._device), torch.from_numpy(positions).to(self._device), context
+            self._token_ids(plan), torch.from_numpy(positions).to(self._device), context
         )
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         if plan.copies:
             copy_blocks(self._kv, plan.copies)
-        sampling = [span.request for span in plan.spans if span.samples]
-        return sample(self.logits(plan), sampling)
+        sampling = [span for span in plan.spans if span.samples]
+        requests = [span.request for span in sampling]
+        chosen = sample(self.logits(plan), requests, [span.start + span.n_tokens for span in sampling])
+        self._row_of = {request.request_id: row for row, request in enumerate(requests)}
+        self._chosen = chosen
+        return chosen
+
+    def _token_ids(self, plan: StepPlan) -> torch.Tensor:
+        """Input ids [tokens]; those that the step before samples are not on the host yet."""
+        ids: list[int] = []
+        places, rows = list[int](), list[int]()
+        for span in plan.spans:
+            request = span.request
+            if span.start < request.prompt_len + len(request.output_ids):
+                ids += step_token_ids(span)
+            else:
+                places.append(len(ids))
+                rows.append(self._row_of[request.request_id])
+                ids.append(0)
+        token_ids = torch.tensor(ids, device=self._device)
+        if places:
+            token_ids[places] = self._chosen[rows]
+        return token_ids
 
 
 class TorchStep:
