@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from roseinfer.bench.stats import percentile
 PROMPT_TOKENS = 512
 SHARED_TOKENS = 486  # 95 %: 30 blocks of 16, and 6 tokens of the next
 BAR = 1 / 3
+LAYOUTS = ("contiguous", "paged")
 Side = tuple[str, bool]  # layout, cache
 
 
@@ -36,6 +38,24 @@ def ttft_ms(manager: SchedulerManager, prompt: Sequence[int]) -> float:
     return 1e3 * (times.first_token_s - times.reserved_s)
 
 
+class Figures(NamedTuple):
+    """Medians over rounds; `ratio` is on / off within a round, from `least` to `most`."""
+
+    layout: str
+    on_ms: float
+    off_ms: float
+    ratio: float
+    least: float
+    most: float
+
+
+def figures_of(layout: str, on: list[float], off: list[float]) -> Figures:
+    ratios = [a / b for a, b in zip(on, off, strict=True)]
+    return Figures(
+        layout, percentile(on, 50), percentile(off, 50), percentile(ratios, 50), min(ratios), max(ratios)
+    )
+
+
 def main() -> None:
     """Measures all four sides in every round."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -46,15 +66,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    ms: dict[Side, list[float]] = {
-        (layout, on): [] for layout in ("contiguous", "paged") for on in (True, False)
-    }
+    ms: dict[Side, list[float]] = {(layout, on): [] for layout in LAYOUTS for on in (True, False)}
     with ExitStack() as stack:
         engines = {
             layout: InferenceEngine.from_pretrained(
                 args.model, device=args.device, dtype=args.dtype, paged_attn=layout == "paged"
             )
-            for layout in ("contiguous", "paged")
+            for layout in LAYOUTS
         }
         managers = {
             side: stack.enter_context(
@@ -75,24 +93,20 @@ def main() -> None:
                 if number:  # the first fills the caches
                     ms[side].append(taken_ms)
     about = engines["paged"].description
-    sides = []
-    for layout in ("contiguous", "paged"):
-        on, off = ms[layout, True], ms[layout, False]
-        ratios = [a / b for a, b in zip(on, off, strict=True)]
-        figures = {"layout": layout, "on_ms": percentile(on, 50), "off_ms": percentile(off, 50)}
-        sides.append(figures | {"ratio": percentile(ratios, 50), "least": min(ratios), "most": max(ratios)})
+    figures = [figures_of(layout, ms[layout, True], ms[layout, False]) for layout in LAYOUTS]
     if args.json:
+        sides = [side._asdict() for side in figures]
         print(json.dumps({"model": about.model, "dtype": about.dtype, "rounds": args.rounds, "sides": sides}))
         return
     print(
         f"{about.model}, {about.dtype}, {about.device_name}, {about.num_threads} threads, {args.rounds} rounds"
     )
     print(f"{'layout':<12}{'on (ms)':>10}{'off (ms)':>10}{'on / off':>10}{'rounds':>18}")
-    for side in sides:
-        spread = f"{side['least']:.3f} to {side['most']:.3f}"
+    for side in figures:
+        spread = f"{side.least:.3f} to {side.most:.3f}"
+        verdict = f"{'under' if side.ratio < BAR else 'over'} a third"
         print(
-            f"{side['layout']:<12}{side['on_ms']:10.1f}{side['off_ms']:10.1f}{side['ratio']:10.3f}{spread:>18}"
-            f"  {'under' if side['ratio'] < BAR else 'over'} a third"
+            f"{side.layout:<12}{side.on_ms:10.1f}{side.off_ms:10.1f}{side.ratio:10.3f}{spread:>18}  {verdict}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from roseinfer.admission import Admission, TicketState
 from roseinfer.core import Core
@@ -143,13 +144,15 @@ class CoreDriver:
         *,
         text: bool = False,
         ignore_eos: bool = False,
+        seed: int = 0,
+        **sampling: Any,
     ) -> Request:
         """Reserves and submits token ids, or so many of them; a text is not tokenised yet."""
         prompt_ids = range(prompt) if isinstance(prompt, int) else prompt
-        params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos)
+        params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos, **sampling)
         ticket = self.core.admission.reserve(self.now, len(prompt_ids) + max_new_tokens)
         ids = None if text else prompt_ids
-        request = Request(len(self.requests), params, ticket, 0, ids, self.now)
+        request = Request(len(self.requests), params, ticket, seed, ids, self.now)
         self.requests.append(request)
         self.took(self.core.submit(request))
         return request
