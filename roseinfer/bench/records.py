@@ -13,7 +13,8 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     ended_s, received_first_s, received_last_s    as the one consumer thread saw it as the client read it
     token_times_s                                 admitted rows with tokens         null
     chunk_times_s, chunk_tokens                   admitted rows with tokens         rows with text; tokens where known
-    prompt_tokens, cached_tokens, output_tokens   counted from ids                  what the server counts, or null
+    prompt_tokens, output_tokens                  counted from ids                  what the server counts, or null
+    cached_tokens                                 rows that were scheduled          what the server counts, or null
     waiting_at_send                               rows that were sent               null
     inflight_at_send                              admission's own count             what this client had outstanding
     status_code, server_queue_s, server_prefill_s null                              as the server says
