@@ -47,8 +47,7 @@ class SchedulerManager:
     unread_timeout_s: how long an ended stream that nobody reads keeps its slot.
     prefix_cache: what a prompt begins with is not computed again while the KV cache still holds it, from whichever
         request of this manager.
-    overlap_steps: plan and launch a step while the one before it runs; for an engine whose steps run beside the thread
-        that launches them.
+    overlap_steps: launch a step while the one before it runs, on an engine that computes beside its thread.
     on_step: called by the engine thread after each step was published.
     start: False leaves the engine thread out; then `step()` turns the loop.
 
@@ -292,9 +291,8 @@ class SchedulerManager:
             for step, result in self._pipeline.turn(plan, plan_start_s, counts):
                 self._publish(self._core.commit(step.plan, result, self._clock()))
                 if self._on_step is not None:
-                    self._on_step(
-                        StepRecord(step.plan, result, step.plan_start_s, self._clock(), *step.counts)
-                    )
+                    now = self._clock()
+                    self._on_step(StepRecord(step.plan, result, step.plan_start_s, now, *step.counts))
         except StepFailed as failed:
             self._publish(self._core.fail_step(failed.cause, self._clock()))
         return True

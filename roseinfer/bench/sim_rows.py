@@ -74,7 +74,7 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
         received_s[-1] if n else None,
         reason,
         sent.prompt_tokens,
-        0,  # there is no prefix cache: every prompt token is computed
+        fate.cached_tokens,
         n,
         *lists,
     )

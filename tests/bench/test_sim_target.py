@@ -159,6 +159,7 @@ def attempt_of(sent: Sent) -> Attempt:
         attempt.inflight = fate.inflight if isinstance(fate, SchedulerManagerOverloadedError) else None
         return attempt
     attempt.timings, attempt.inflight = Timings.of(fate), fate.ticket.inflight_before
+    attempt.cached_tokens = fate.cached_tokens
     attempt.gave_up_s = sent.gave_up_s
     tokens = zip(sent.received_s, fate.token_times_s, strict=False)
     attempt.deliveries = [(at_s, [TokenEvent(0, TOKEN_ID, time_s)]) for at_s, time_s in tokens]
