@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +61,7 @@ def check_writes(driver: CoreDriver, plan: StepPlan) -> None:
             assert block not in (kv_cache._prefixes or ())
 
 
-def a_driver(*, shares_blocks: bool = True, **sizes: int) -> CoreDriver:
+def a_driver(*, shares_blocks: bool = True, **sizes: Any) -> CoreDriver:
     return CoreDriver(prefix_cache=True, shares_blocks=shares_blocks, **sizes)
 
 

@@ -72,6 +72,14 @@ def test_the_limit_is_printed_and_said_to_be_of_this_process(
     assert manager_of(started[0]["app"]).admission.limit == 16
 
 
+@pytest.mark.parametrize(("flags", "is_on"), [((), True), (("--no-prefix-cache",), False)])
+def test_the_prefix_cache_is_on_unless_it_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch, started: list[dict[str, Any]], flags: tuple[str, ...], is_on: bool
+) -> None:
+    assert run(monkeypatch, "--port", "0", *flags) == 0
+    assert manager_of(started[0]["app"])._core.scheduler.kv_cache.caches_prefixes == is_on
+
+
 def test_without_a_limit_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], started: list[dict[str, Any]]
 ) -> None:  # case A10
