@@ -32,8 +32,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.shares_blocks = shares_blocks
         self._prefixes = PrefixIndex() if prefix_cache else None
-        # A stack that starts with block 0 on top: the block freed last is warm in the cache and used first.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._is_free = bytearray(b"\1") * num_blocks
+        self._num_free = num_blocks
         self._owned: dict[int, list[int]] = {}
         # What follows stays as it is without a prefix cache.
         self._users = [0] * num_blocks  # tables that a block is in
@@ -56,7 +56,7 @@ class KVCache:
     @property
     def used_tokens(self) -> int:
         """Tokens that blocks are reserved for, rounded up to whole blocks. Cached ones are reserved for nobody."""
-        return (self.num_blocks - len(self._free) - len(self._run_of)) * KV_BLOCK_TOKENS
+        return (self.num_blocks - self._num_free - len(self._run_of)) * KV_BLOCK_TOKENS
 
     def find_prefix(self, prompt_ids: Sequence[int]) -> list[int]:
         """Blocks that hold the beginning of a prompt, in order of position; [] without a prefix cache.
@@ -69,7 +69,7 @@ class KVCache:
 
     def can_allocate(self, n_tokens: int, prefix: Sequence[int] = ()) -> bool:
         """Whether `allocate` would succeed. `prefix` is what `find_prefix` found."""
-        spare = len(self._free) + len(self._run_of)
+        spare = self._num_free + len(self._run_of)
         if self.shares_blocks:
             spare += sum(block not in self._run_of for block in prefix)
         return blocks_for(n_tokens) <= spare
@@ -92,15 +92,13 @@ class KVCache:
                 if run is not None:
                     self._cached[run] = self._cached.pop(run)
         n_blocks = blocks_for(n_tokens) - len(shared)
-        while len(self._free) < n_blocks:
+        row = b"\1" * n_blocks
+        # One piece is worth more than what was not used for the longest, where it is read as one piece.
+        while self._num_free < n_blocks or (
+            self._cached and not self.shares_blocks and row not in self._is_free
+        ):
             self._release(next(iter(self._cached)))
-        kept = len(self._free) - n_blocks
-        table = self._free[kept:]
-        del self._free[kept:]
-        table.reverse()
-        if shared:
-            table[:0] = shared
-        self._owned[request_id] = table
+        table = self._owned[request_id] = shared + self._take(n_blocks)
         if self._prefixes is not None:
             self._chains[request_id] = len(shared), self._prefixes.number(shared[-1]) if shared else ROOT
             for block in table:
@@ -133,7 +131,7 @@ class KVCache:
         if table is None:
             raise InvariantError(f"request {request_id} owns no KV blocks")
         if self._prefixes is None:
-            self._free += table[::-1]
+            self._give_back(table)
             return
         del self._chains[request_id]
         for block in table:
@@ -146,7 +144,29 @@ class KVCache:
                 self._cached[run[0]] = run
                 self._run_of.update(dict.fromkeys(run, run[0]))
             else:
-                self._free += run[::-1]
+                self._give_back(run)
+
+    def _take(self, n_blocks: int) -> list[int]:
+        """Free blocks, the lowest that lie one behind the other; where no such row is left, the lowest of all.
+
+        Low ones first, since they were in use lately: what is never needed is never touched.
+        """
+        self._num_free -= n_blocks
+        start = self._is_free.find(b"\1" * n_blocks)
+        if start >= 0:
+            self._is_free[start : start + n_blocks] = bytes(n_blocks)
+            return list(range(start, start + n_blocks))
+        blocks, block = list[int](), -1
+        for _ in range(n_blocks):
+            block = self._is_free.index(1, block + 1)
+            self._is_free[block] = 0
+            blocks.append(block)
+        return blocks
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self._num_free += len(blocks)
+        for block in blocks:
+            self._is_free[block] = 1
 
     def _release(self, run: int) -> None:
         """Makes a cached run free; nothing in it can be found any more."""
@@ -155,7 +175,7 @@ class KVCache:
         for block in blocks:
             del self._run_of[block]
             self._prefixes.drop(block)
-        self._free += blocks[::-1]
+        self._give_back(blocks)
 
     def owners(self) -> AbstractSet[int]:
         """Ids of the requests that own blocks."""
@@ -163,10 +183,12 @@ class KVCache:
 
     def check(self) -> None:
         """Raises InvariantError unless every block is free, cached, or in as many tables as it is counted in."""
-        n_blocks = 0
         # Not a sort: tests of long runs check after every step, and it would take them minutes.
-        seen = bytearray(self.num_blocks)
-        for blocks in (self._free, *self._cached.values(), *self._owned.values()):
+        seen = bytearray(self._is_free)
+        n_blocks = seen.count(1)
+        if n_blocks != self._num_free:
+            raise InvariantError(f"KV blocks: {n_blocks} are free, {self._num_free} were counted")
+        for blocks in (*self._cached.values(), *self._owned.values()):
             n_blocks += len(blocks)
             for block in blocks:
                 if 0 <= block < self.num_blocks:  # else -1 would pass for the last one
@@ -186,5 +208,7 @@ class KVCache:
             raise InvariantError("KV blocks: in other tables than counted")
         if self._run_of != {block: run for run, blocks in self._cached.items() for block in blocks}:
             raise InvariantError("KV blocks: cached ones are not in their runs")
-        if any(users[block] for block in self._run_of) or prefixes.blocks() & set(self._free):
+        if any(users[block] for block in self._run_of) or any(
+            self._is_free[block] for block in prefixes.blocks()
+        ):
             raise InvariantError("KV blocks: a cached one is in use, or a free one can be found")

@@ -19,6 +19,10 @@ def known(token_ids: Sequence[int]) -> Callable[[int, int], Sequence[int]]:
     return lambda start, end: token_ids[start:end]
 
 
+def free_blocks(cache: KVCache) -> set[int]:
+    return {block for block, is_free in enumerate(cache._is_free) if is_free}
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_a_block_is_taken_for_every_begun_sixteen_tokens(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens) == blocks
@@ -55,8 +59,8 @@ class Bookkeeping(RuleBasedStateMachine):
     def free_and_owned_are_the_whole(self) -> None:
         self.cache.check()
         blocks = [block for table in self.owned.values() for block in table]
-        assert len(self.cache._free) + len(blocks) == N_BLOCKS
-        assert set(blocks) | set(self.cache._free) == set(range(N_BLOCKS))
+        assert len(free_blocks(self.cache)) + len(blocks) == N_BLOCKS
+        assert set(blocks) | free_blocks(self.cache) == set(range(N_BLOCKS))
         assert self.cache.used_tokens == len(blocks) * KV_BLOCK_TOKENS
 
     @invariant()
@@ -141,7 +145,7 @@ class Caching(RuleBasedStateMachine):
     def free_referenced_and_cached_are_the_whole(self) -> None:
         self.cache.check()
         referenced = {block for table in self.tables.values() for block in table}
-        parts = (set(self.cache._free), referenced, set(self.cache._run_of))
+        parts = (free_blocks(self.cache), referenced, set(self.cache._run_of))
         assert sum(map(len, parts)) == len(set().union(*parts)) == N_BLOCKS
         assert self.cache.used_tokens == len(referenced) * KV_BLOCK_TOKENS
         assert self.cache._owned == self.tables
@@ -181,6 +185,19 @@ def test_freeing_twice_is_an_error_not_a_second_block() -> None:
     cache.free(1)
     with pytest.raises(InvariantError):
         cache.free(1)
+    cache.check()
+
+
+def test_blocks_lie_one_behind_the_other_where_a_row_of_them_is_left() -> None:
+    cache = KVCache(12)
+    for request_id, n_blocks in enumerate((3, 2, 4, 2)):
+        cache.allocate(request_id, n_blocks * 16)
+    cache.free(1)
+    assert cache.allocate(4, 16) == [3]
+    cache.free(2)
+    assert cache.allocate(5, 5 * 16) == [4, 5, 6, 7, 8]
+    cache.free(0)
+    assert cache.allocate(6, 4 * 16) == [0, 1, 2, 11]  # the row is one short
     cache.check()
 
 
@@ -225,7 +242,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     cache.publish(0, known(PROMPT), 64)
     cache.free(0)
     assert cache.find_prefix(PROMPT) == []
-    assert len(cache._free) == 16
+    assert len(free_blocks(cache)) == 16
 
 
 def test_equal_tokens_behind_another_beginning_are_another_block() -> None:
@@ -247,7 +264,7 @@ def test_one_that_leaves_before_its_forward_pass_leaves_nothing() -> None:
     cache.allocate(0, 64)
     cache.free(0)
     assert cache.find_prefix(PROMPT) == []
-    assert len(cache._free) == 16
+    assert len(free_blocks(cache)) == 16
 
 
 class Same(int):
@@ -301,6 +318,19 @@ def test_memory_that_is_left_in_pieces_of_one_size_is_handed_out_in_one_piece() 
         cache.publish(request_id, known([request_id] * 50), 50)
 
 
+def test_what_was_used_longest_ago_makes_room_for_one_piece_where_blocks_are_not_shared() -> None:
+    cache = KVCache(8, prefix_cache=True, shares_blocks=False)
+    for request_id in (0, 1):
+        cache.allocate(request_id, 3 * 16)
+        cache.publish(request_id, known([request_id] * 33), 33)
+        cache.allocate(2 + request_id, 16)
+    for request_id in (0, 1, 3):
+        cache.free(request_id)
+    assert len(free_blocks(cache)) == 1
+    assert cache.allocate(4, 2 * 16) == [0, 1]
+    cache.check()
+
+
 @pytest.mark.parametrize("shares_blocks", [True, False])
 def test_the_least_recently_used_are_evicted_first(shares_blocks: bool) -> None:
     cache = KVCache(8, prefix_cache=True, shares_blocks=shares_blocks)
@@ -352,8 +382,8 @@ def test_what_was_found_cannot_be_had_for_something_else_as_well(shares_blocks: 
         lambda cache: cache._run_of.popitem(),
         lambda cache: cache._cached.popitem(),
         lambda cache: cache._users.__setitem__(0, 1),
-        lambda cache: cache._free.append(next(iter(cache._run_of))),
-        lambda cache: cache._prefixes.put(0, (1,) * 16, cache._free[0]),
+        lambda cache: cache._give_back([next(iter(cache._run_of))]),
+        lambda cache: cache._prefixes.put(0, (1,) * 16, min(free_blocks(cache))),
     ],
 )
 def test_check_sees_cached_blocks_that_are_not_where_they_should_be(damage: Any) -> None:

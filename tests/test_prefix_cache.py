@@ -139,7 +139,7 @@ def test_one_that_is_aborted_while_it_is_computed_leaves_nothing_behind() -> Non
     driver.commit(plan)
     kv_cache = driver.core.scheduler.kv_cache
     assert kv_cache.find_prefix([*PROMPT, 2]) == []
-    assert len(kv_cache._free) == kv_cache.num_blocks
+    assert kv_cache._num_free == kv_cache.num_blocks
 
 
 def test_blocks_that_were_published_before_an_abort_stay() -> None:
@@ -260,4 +260,4 @@ def test_every_request_reads_its_own_tokens_whatever_happens(
         commit()
     kv_cache = driver.core.scheduler.kv_cache
     assert kv_cache.used_tokens == 0
-    assert len(kv_cache._free) + len(kv_cache._run_of) == num_blocks
+    assert kv_cache._num_free + len(kv_cache._run_of) == num_blocks
