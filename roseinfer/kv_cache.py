@@ -31,6 +31,7 @@ class KVCache:
     def __init__(self, num_blocks: int, *, prefix_cache: bool = False, shares_blocks: bool = True) -> None:
         self.num_blocks = num_blocks
         self.shares_blocks = shares_blocks
+        self.caches_prefixes = prefix_cache
         self._prefixes = PrefixIndex() if prefix_cache else None
         self._is_free = bytearray(b"\1") * num_blocks
         self._num_free = num_blocks
@@ -44,10 +45,6 @@ class KVCache:
         # run stays one, so that a request of its size finds its memory in one piece.
         self._cached: dict[int, list[int]] = {}
         self._run_of: dict[int, int] = {}  # the key in `_cached` of each cached block
-
-    @property
-    def caches_prefixes(self) -> bool:
-        return self._prefixes is not None
 
     @property
     def capacity_tokens(self) -> int:
@@ -70,7 +67,7 @@ class KVCache:
     def can_allocate(self, n_tokens: int, prefix: Sequence[int] = ()) -> bool:
         """Whether `allocate` would succeed. `prefix` is what `find_prefix` found."""
         spare = self._num_free + len(self._run_of)
-        if self.shares_blocks:
+        if prefix and self.shares_blocks:
             spare += sum(block not in self._run_of for block in prefix)
         return blocks_for(n_tokens) <= spare
 
@@ -82,6 +79,9 @@ class KVCache:
         """
         if request_id in self._owned or not self.can_allocate(n_tokens, prefix):
             raise InvariantError(f"request {request_id}: cannot allocate {blocks_for(n_tokens)} blocks")
+        if self._prefixes is None:
+            table = self._owned[request_id] = self._take(blocks_for(n_tokens))
+            return table
         shared = list(prefix) if self.shares_blocks else []
         for block in shared:
             if block in self._run_of:
@@ -99,10 +99,9 @@ class KVCache:
         ):
             self._release(next(iter(self._cached)))
         table = self._owned[request_id] = shared + self._take(n_blocks)
-        if self._prefixes is not None:
-            self._chains[request_id] = len(shared), self._prefixes.number(shared[-1]) if shared else ROOT
-            for block in table:
-                self._users[block] += 1
+        self._chains[request_id] = len(shared), self._prefixes.number(shared[-1]) if shared else ROOT
+        for block in table:
+            self._users[block] += 1
         return table
 
     def publish(self, request_id: int, known_ids: Callable[[int, int], Sequence[int]], n_tokens: int) -> None:
@@ -164,9 +163,13 @@ class KVCache:
         return blocks
 
     def _give_back(self, blocks: list[int]) -> None:
-        self._num_free += len(blocks)
-        for block in blocks:
-            self._is_free[block] = 1
+        n_blocks = len(blocks)
+        self._num_free += n_blocks
+        if n_blocks and blocks[-1] - blocks[0] == n_blocks - 1:  # they are in order, so in one piece
+            self._is_free[blocks[0] : blocks[-1] + 1] = b"\1" * n_blocks
+        else:
+            for block in blocks:
+                self._is_free[block] = 1
 
     def _release(self, run: int) -> None:
         """Makes a cached run free; nothing in it can be found any more."""
