@@ -90,7 +90,7 @@ def draw(seed: int, folder: Path) -> Drawn:
     file.write_text(json.dumps(model), encoding="utf-8")
 
     prompt, output = int(2 ** rng.uniform(4, 9)), int(2 ** rng.uniform(0, 5))
-    flags: dict[str, Any] = {"target": "sim", "cost_model": file}
+    flags: dict[str, Any] = {"target": "sim", "cost_model": file, "no_token_times": True}
     flags |= {"prompt_len": str(prompt), "max_new_tokens": str(output)}
     flags["prompt_len_dist"] = str(rng.choice(["fixed", "uniform:0.5", "lognormal:0.6"]))
     flags["output_len_dist"] = str(rng.choice(["fixed", "uniform:0.5"]))
@@ -116,7 +116,7 @@ def draw(seed: int, folder: Path) -> Drawn:
     return Drawn(", ".join(words), flags, slo)
 
 
-def outcome(drawn: Drawn, seed: int, repeats: int = 8) -> Outcome:
+def outcome(drawn: Drawn, seed: int, repeats: int) -> Outcome:
     """Sweeps twice: with `seed`, and all limits with another seed."""
     coarse = _swept(drawn, COARSE, seed=seed, repeats=repeats)
     exhaustive = _swept(drawn, FINE, seed=seed + 1, repeats=repeats)
@@ -154,23 +154,26 @@ def _place(found: Recommendation) -> float:
     """In the coarse list, from 0; -1 is none, and what lies between two limits lies between their places."""
     if found.chosen is None:
         return -1.0
-    if found.chosen.limit is None:
+    if found.chosen.max_inflight is None:
         return len(COARSE) - 1.0
     known = [limit for limit in COARSE if limit is not None]
-    return float(np.interp(found.chosen.limit, known, range(len(known)), left=-0.5, right=len(known) - 0.5))
+    return float(
+        np.interp(found.chosen.max_inflight, known, range(len(known)), left=-0.5, right=len(known) - 0.5)
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--workloads", type=int, default=WORKLOADS)
     parser.add_argument("--seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--repeats", type=int, default=8)
     asked = parser.parse_args()
     right = 0
     print(f"{'coarse':>9}  {'fine':>9}  within  regret  goal                      workload")
     for seed in range(asked.seed, asked.seed + asked.workloads):
         with tempfile.TemporaryDirectory(prefix="recommendation-") as aside:
             drawn = draw(seed, Path(aside))
-            found = outcome(drawn, seed)
+            found = outcome(drawn, seed, asked.repeats)
         right += found.is_within_a_step
         labels = ["none" if one.chosen is None else limit_label(one.chosen.limit) for one in found[:2]]
         within, regret = "yes" if found.is_within_a_step else "NO", f"{found.regret:.1f}"

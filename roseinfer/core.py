@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from roseinfer.admission import Admission, TicketState
-from roseinfer.errors import InputError, InvariantError, PromptTooLongError
+from roseinfer.admission import RELEASED, Admission
+from roseinfer.errors import (
+    InputError,
+    InvariantError,
+    PromptTooLongError,
+    SchedulerManagerOverloadedError,
+)
 from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
-from roseinfer.request import FinishReason, Request, TokenEvent
-from roseinfer.scheduler import STALE_SLACK, Scheduler, SchedulerLimits
+from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent
+from roseinfer.scheduler import QueuePolicy, Scheduler, SchedulerLimits
+from roseinfer.waiting import STALE_SLACK
 
 
 class Core:
@@ -29,9 +35,12 @@ class Core:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         unread_timeout_s: float,
+        policy: QueuePolicy = QueuePolicy(),  # noqa: B008 (it holds no state)
     ) -> None:
         self.admission = admission
-        self.scheduler = Scheduler(limits, kv_cache, admission)
+        self.scheduler = Scheduler(limits, kv_cache, admission, policy, self._drop)
+        self._dropped: list[TokenEvent] = []
+        self._evicted_early: list[Request] = []  # before they came here
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.unread_timeout_s = unread_timeout_s
@@ -59,31 +68,57 @@ class Core:
 
     def submit(self, request: Request) -> list[TokenEvent]:
         """Takes over a request that holds a ticket, tokenised (and checked to fit) or not."""
+        request.ticket.request_id = request.request_id
         self._live[request.request_id] = request
         self.scheduler.add(request)
+        if request.ticket.is_evicted:
+            self._evicted_early.append(request)
         return []
 
     def tokenized(self, request_id: int, prompt_ids: Sequence[int], now: float) -> list[TokenEvent]:
-        """The prompt's ids, stamped when they were ready. Ends a request whose prompt can never fit."""
+        """The prompt's ids, stamped when they were ready. Ends a request whose prompt can never fit.
+
+        What fits the engine may still exceed a token budget: known only now, it ends the request as well.
+        """
         request = self._live.get(request_id)
         if request is None:
             return []  # aborted meanwhile
         request.tokenized_s = now
         try:
             self.check_fits(len(prompt_ids), request.params.max_new_tokens)
-        except InputError as error:
+            self.admission.adjust(request.ticket, len(prompt_ids) + request.params.max_new_tokens, now)
+        except (InputError, SchedulerManagerOverloadedError) as error:
             return [self._end(request, now, FinishReason.ERROR, error=error)]
         request.prompt_ids = prompt_ids
-        self.admission.adjust(request.ticket, request.max_len)
         self.scheduler.ready(request)
         return []
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to do."""
+        """The next step, or None when there is nothing to do. `take_dropped` says who was dropped meanwhile."""
+        for ticket in self.admission.take_evicted():
+            known = None if ticket.request_id is None else self._live.get(ticket.request_id)
+            if known is not None:
+                self.scheduler.drop_evicted(known, now)
+        while self._evicted_early:
+            request = self._evicted_early.pop()
+            if request.request_id in self._live:
+                self.scheduler.drop_evicted(request, now)
         plan = self.scheduler.plan(now)
+        if plan is not None:
+            self.admission.step_began_s = now
         if plan is None and not self.scheduler.running and self.scheduler.has_ready:
             raise InvariantError("an idle engine cannot admit the head of its queue")
         return plan
+
+    def take_dropped(self) -> list[TokenEvent]:
+        """The ends of those that `plan` dropped since this was last asked."""
+        if not self._dropped:
+            return self._dropped
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _drop(self, request: Request, error: SchedulerManagerOverloadedError, now: float) -> None:
+        self._dropped.append(self._end(request, now, FinishReason.ERROR, error=error))
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Takes a step's results in. Tokens of requests that ended or were aborted meanwhile are dropped.
@@ -91,6 +126,7 @@ class Core:
         Tokens carry the step's end; what an aborted request held is free from `now` on, not from before.
         """
         self.admission.progress([(request.ticket, n_tokens) for request, _, n_tokens, _ in plan.spans])
+        self.admission.observe(plan, result)
         kv_cache = self.scheduler.kv_cache
         caches_prefixes = kv_cache.caches_prefixes
         events = []
@@ -123,18 +159,23 @@ class Core:
         request = self._live.get(request_id)
         return [] if request is None else [self._end(request, now, FinishReason.ERROR, error=error)]
 
-    def abort(self, request_id: int, now: float) -> list[TokenEvent]:
-        """Ends a request now, or as soon as the step that it is in is committed. Unknown ids are ignored."""
+    def abort(self, request_id: int, now: float, holds_slot: bool = False) -> list[TokenEvent]:
+        """Ends a request now, or as soon as the step that it is in is committed. Unknown ids are ignored.
+
+        `holds_slot`: its reader has all that it wants and is busy with that; it acknowledges later.
+        """
         request = self._live.get(request_id)
         if request is None:
             return []
         request.aborted = True
+        request.holds_slot = holds_slot
         if request.num_pending:
             return []
         return [self._end(request, now, FinishReason.ABORT)]
 
     def acknowledge(self, request: Request, now: float) -> None:
         """The reader has taken the terminal event: the slot is free. Any thread, any number of times."""
+        request.ticket.is_read = True
         self.admission.release(request.ticket, now)
 
     def expire(self, now: float) -> list[Request]:
@@ -142,18 +183,24 @@ class Core:
         expired = []
         while self._unread:
             request = self._unread[0]
-            if request.ticket.state is not TicketState.RELEASED:
+            if not request.ticket.is_over:
                 assert request.finished_s is not None
                 if now < request.finished_s + self.unread_timeout_s:
                     break
-                self.admission.release(request.ticket, now)
+                self.acknowledge(request, now)
                 expired.append(request)
             self._unread.popleft()
         return expired
 
-    def next_expiry_s(self) -> float | None:
-        """When `expire` has something to do, if nobody reads until then."""
-        while self._unread and self._unread[0].ticket.state is TicketState.RELEASED:
+    def next_due_s(self) -> float | None:
+        """When there is something to do though nobody asks for it: a slot that nobody reads, or a request that waits
+        for its tokeniser for too long.
+        """
+        due = (self._next_expiry_s(), self.scheduler.next_timeout_s())
+        return min((at_s for at_s in due if at_s is not None), default=None)
+
+    def _next_expiry_s(self) -> float | None:
+        while self._unread and self._unread[0].ticket.is_over:
             self._unread.popleft()
         if not self._unread:
             return None
@@ -171,23 +218,32 @@ class Core:
             if request.aborted and not request.num_pending:
                 raise InvariantError(f"request {request.request_id} was aborted and lingers")
         # Before counting: meanwhile readers may give slots back, and callers may reserve.
-        counts, limit = self.admission.counts(), self.admission.limit
+        counts, limit, budget = self.admission.counts(), self.admission.limit, self.admission.token_limit
         if counts.reserved != counts.inflight + counts.released or counts.backlog_tokens < 0:
             raise InvariantError(f"admission contradicts itself: {counts}")
-        unread = sum(request.ticket.state is not TicketState.RELEASED for request in self._unread)
-        if len(self._live) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
+        holders = [request for request in self._live.values() if not request.ticket.is_evicted]
+        held_tokens = sum(request.ticket.held_tokens for request in holders)
+        if held_tokens > counts.held_tokens or (budget is not None and counts.held_tokens > budget):
+            raise InvariantError(
+                f"live requests hold {held_tokens} tokens, {counts.held_tokens} are held, budget {budget}"
+            )
+        unread = sum(request.ticket.state is not RELEASED for request in self._unread)
+        if len(holders) + unread > counts.inflight or (limit is not None and counts.inflight > limit):
             raise InvariantError(
                 f"{len(self._live)} live, {unread} unread, {counts.inflight} in flight, limit {limit}"
             )
 
     def _append_token(self, request: Request, token_id: int, now: float) -> TokenEvent:
-        request.output_ids.append(token_id)
+        params, output_ids = request.params, request.output_ids
+        output_ids.append(token_id)
         request.token_times_s.append(now)
-        if token_id in self.eos_token_ids and not request.params.ignore_eos:
+        if len(output_ids) == 1 and request.ticket.predicted_ttft_s is not None:
+            self.admission.first_token(request.ticket, now)
+        if token_id in self.eos_token_ids and not params.ignore_eos:
             return self._end(request, now, FinishReason.STOP, token_id=token_id)
-        if len(request.output_ids) == request.params.max_new_tokens:
-            return self._end(request, now, FinishReason.LENGTH, token_id=token_id)
-        return TokenEvent(request.request_id, token_id, now)
+        if len(output_ids) == params.max_new_tokens:
+            return self._end(request, now, LENGTH, token_id=token_id)
+        return TokenEvent._make((request.request_id, token_id, now, None, None))
 
     def _end(
         self,
@@ -199,17 +255,19 @@ class Core:
         error: BaseException | None = None,
     ) -> TokenEvent:
         if request.aborted:
-            # Its reader is gone: whatever happened to its last step, nobody will acknowledge it.
-            reason, token_id, error = FinishReason.ABORT, None, None
+            # Its reader is gone, or wants no more: whatever happened to its last step, nobody will ask.
+            reason, token_id, error = ABORT, None, None
         request.finish_reason = reason
         request.finished_s = now
         del self._live[request.request_id]
         self.scheduler.remove(request)
-        if reason is FinishReason.ABORT:
+        if request.ticket.work is not None:
+            self.admission.ended(request.ticket)
+        if reason is ABORT and not request.holds_slot:
             self.admission.release(request.ticket, now)
         else:
             self._unread.append(request)
             # One stream that nobody reads must not keep all that were read after it in memory.
             if len(self._unread) > 2 * self.admission.inflight + STALE_SLACK:
-                self._unread = deque(r for r in self._unread if r.ticket.state is not TicketState.RELEASED)
+                self._unread = deque(r for r in self._unread if not r.ticket.is_over)
         return TokenEvent(request.request_id, token_id, now, reason, error)

@@ -14,6 +14,7 @@ RoseinferError
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 
 class RoseinferError(Exception):
@@ -71,23 +72,70 @@ class ModelError(InputError):
     """A model that cannot be found, read, or computed faithfully by this engine."""
 
 
-class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
-    """Admission refused the request. Nothing was tokenised, queued or opened for it.
+TOKENS_NEVER_FIT: Final = "tokens-never-fits"
+"""The reason of a refusal that no waiting mends: the request alone asks for more than the token budget."""
 
-    `limit` is the configured bound and `inflight` what was in flight when the request came; they are
-    separate figures. `retry_after_s` is the expected time until a slot comes free, None while unknown.
+
+QUEUE_TIMEOUT: Final = "queue-timeout"
+"""The reason of one that was dropped because its first token could not be there in time any more."""
+
+
+class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
+    """Admission refused the request, or dropped it while it waited.
+
+    `limit` is the configured bound that was met and `measured` what stood against it, in the unit of the `reason`:
+      inflight, aimd, gradient  requests in flight when the request came; the latter two are limits that move
+      tokens, tokens-never-fits tokens held when the request came, beside the `asked` of its own; the last: it alone
+                                asks for more than the budget, and no waiting mends it
+      slo                       seconds: the goal and the predicted TTFT
+      queue-timeout             seconds: how long it might wait, and had waited
+      codel                     seconds: the target and the delay of the request
+      evicted                   classes: the request's own, and 0; its place went to a higher one
+    `inflight` is always the requests in flight. `stage` is "submit", where nothing was tokenised, queued or opened for
+    it, or "queued"; then its stream ends with this error. `retry_after_s` is the expected time until there is room,
+    None while that is unknown, or never.
     """
 
-    def __init__(self, *, limit: int, inflight: int, reason: str, retry_after_s: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: float,
+        inflight: int,
+        reason: str,
+        retry_after_s: float | None,
+        measured: float | None = None,
+        asked: int = 1,
+        stage: str = "submit",
+    ) -> None:
         super().__init__(limit, inflight, reason, retry_after_s)
         self.limit = limit
         self.inflight = inflight
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.measured = inflight if measured is None else measured
+        self.asked = asked
+        self.stage = stage
 
     def __str__(self) -> str:
         # Made when somebody reads it: a refusal has to be cheap.
-        return f"too many inflight requests: {self.inflight} in flight, limit {self.limit} ({self.reason})"
+        limit, measured = self.limit, self.measured
+        match self.reason:
+            case "tokens-never-fits":
+                what = f"asks for {self.asked} tokens in flight, the limit alone is {limit}"
+            case "tokens":
+                held = f"{measured} held, {self.asked} more asked for"
+                what = f"too many tokens in flight: {held}, limit {limit}"
+            case "slo":
+                what = f"its first token is predicted in {measured:.3g} s, the goal is {limit:g} s"
+            case "queue-timeout":
+                what = f"it waited for {measured:.3g} s of at most {limit:.3g} s"
+            case "codel":
+                what = f"it waited for {measured:.3g} s in a queue that stands, the target is {limit:g} s"
+            case "evicted":
+                what = f"a request of a higher class took its place, {self.inflight} in flight"
+            case _:
+                what = f"too many inflight requests: {self.inflight} in flight, limit {limit}"
+        return f"{what} ({self.reason})"
 
 
 class ManagerClosedError(RoseinferError, RuntimeError):

@@ -41,21 +41,36 @@ class Composition(NamedTuple):
     cached_tokens: int
 
 
-class StepPlan(NamedTuple):
-    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty.
+class StepPlan:
+    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty, and never changed.
 
     `copies` are pairs of KV blocks (from, to), done before anything else is written. All are read before the first is
     written: one may stand on both sides.
     """
 
-    spans: list[Span]
-    copies: Sequence[tuple[int, int]] = ()
+    __slots__ = ("_composition", "copies", "spans")
+
+    def __init__(self, spans: list[Span], copies: Sequence[tuple[int, int]] = ()) -> None:
+        self.spans = spans
+        self.copies = copies
+        self._composition: Composition | None = None
+
+    def started_ids(self) -> list[int]:
+        """Requests of which nothing was planned before."""
+        return [request.request_id for request, start, _, _ in self.spans if start == request.cached_tokens]
 
     def composition(self) -> Composition:
         """What it computes, and what it found in the prefix cache. A token attends to itself and to all before it."""
+        if self._composition is None:  # asked for by what a step costs, and again by its record
+            self._composition = self._composed()
+        return self._composition
+
+    def _composed(self) -> Composition:
         prefills = prefill_tokens = attention_pairs = decodes = context_tokens = cached_tokens = 0
         for request, start, n_tokens, _ in self.spans:
-            if start >= request.prompt_len:
+            prompt_ids = request.prompt_ids
+            assert prompt_ids is not None
+            if start >= len(prompt_ids):
                 decodes += 1
                 context_tokens += start + 1
             else:
@@ -76,7 +91,10 @@ class StepResult(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step as it happened; stamps in clock seconds. Counts are of the moment after planning."""
+    """One step as it happened; stamps in clock seconds. Counts are of the moment after planning.
+
+    `inflight_limit` is where a limit that moves stood then, None where there is none that does.
+    """
 
     plan: StepPlan
     result: StepResult
@@ -85,6 +103,7 @@ class StepRecord(NamedTuple):
     waiting: int
     running: int
     kv_tokens: int
+    inflight_limit: int | None = None
 
 
 class StepHandle(Protocol):

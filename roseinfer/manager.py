@@ -15,18 +15,24 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from roseinfer.admission import Admission, AdmissionCounts
+from roseinfer.admission import AdmissionCounts
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.pipeline import Pipeline, StepFailed
+from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.stream import Collector, Mailbox, RequestStream, Token
 from roseinfer.tokenizer_pool import TokenizerPool
+from roseinfer.waiting import FCFS
+
+if TYPE_CHECKING:
+    from roseinfer.sim.cost_model import CostModel
 
 Prompt = str | Sequence[int]
 Command = Callable[[], list[TokenEvent]]
@@ -41,6 +47,13 @@ class SchedulerManager:
 
     max_inflight_requests: bound on tokenising + waiting + running + ended-but-unread; None is no bound. Over it,
         `submit` and `add_request` raise SchedulerManagerOverloadedError before anything is tokenised.
+    admission: the same in full, "inflight:64", or a budget of tokens, "tokens:16384": the sum of prompt +
+        max_new_tokens over all that are in flight, where a text counts its bytes until it is tokenised; or both,
+        "inflight:64+tokens:16384". A text that turns out to exceed the budget by itself ends with that error. Further
+        policies ("slo:ttft=250ms", "queue-timeout:2s", "codel", "aimd", "gradient", "priority") are in the README;
+        what they drop while it waits ends with the same error, whose `stage` is then "queued".
+    scheduling: the order in which requests wait: "fcfs", "spf" (shortest prefill first) or "edf" (earliest deadline).
+    cost_model: what work takes here, for the policies that weigh it (slo, aimd, gradient).
     max_active_requests, max_batch_size: bounds on what runs at a time.
     max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
     tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
@@ -67,6 +80,9 @@ class SchedulerManager:
         *,
         prefix_cache: bool = True,
         overlap_steps: bool = False,
+        admission: str | None = None,
+        scheduling: str = FCFS,
+        cost_model: CostModel | None = None,
         clock: Clock = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
         start: bool = True,
@@ -85,7 +101,9 @@ class SchedulerManager:
             else max_num_batched_tokens,
         )
         self.limits.check()
-        self.admission = Admission(max_inflight_requests)
+        self.spec = admission_of(max_inflight_requests, admission)
+        """Which requests get in."""
+        self.admission, policy = policies_of(self.spec, scheduling, self.limits, cost_model)
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
@@ -100,6 +118,7 @@ class SchedulerManager:
             max_model_len=engine.max_model_len,
             eos_token_ids=engine.eos_token_ids,
             unread_timeout_s=unread_timeout_s,
+            policy=policy,
         )
         self._vocab_size = engine.vocab_size
         self._clock = clock
@@ -120,6 +139,8 @@ class SchedulerManager:
         self._pipeline = Pipeline(executor, depth=1 if overlap_steps else 0)
         self._tokenizer = engine.make_tokenizer()
         self._tokenizer_lock = threading.Lock()
+        # A bound must hold where it is counted against a budget: a tokenizer may put its own tokens in front.
+        self._added_tokens = 0 if self.admission.token_limit is None else len(self._tokenizer.encode(""))
         self._pool = TokenizerPool(tokenize_workers, engine.make_tokenizer) if tokenize_workers else None
         self._thread: threading.Thread | None = None
         if start:
@@ -129,12 +150,19 @@ class SchedulerManager:
     # ---- callers' side ----
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, mailbox: Mailbox | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        mailbox: Mailbox | None = None,
+        priority: int = 0,
+        ttft_deadline_s: float | None = None,
     ) -> RequestStream:
         """Enters a request and returns its stream, or raises.
 
         `prompt` is text or token ids. `mailbox` makes several streams share one (see `new_mailbox`); whoever
-        reads it calls `acknowledge` for each terminal event.
+        reads it calls `acknowledge` for each terminal event. `priority` is its class where there are lanes, 0 the
+        highest. What cannot have its first token within `ttft_deadline_s` is dropped as soon as that is known.
 
         Raises SchedulerManagerOverloadedError over the limit, ManagerClosedError after `close` or the engine's
         death, InputError (a ValueError) for token ids that are none, PromptTooLongError for those that can never fit.
@@ -144,7 +172,22 @@ class SchedulerManager:
             raise InputError("mailbox", mailbox, "was made by another manager")
         if self._closed:
             raise self._closed_error()
-        ticket = self.admission.reserve(self._clock(), _most_tokens(prompt) + params.max_new_tokens)
+        check_whole("priority", priority, 0)
+        if ttft_deadline_s is not None and not ttft_deadline_s > 0:
+            raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
+        is_text = isinstance(prompt, str)
+        prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
+        if self.admission.has_lanes and not is_text:
+            self._core.check_fits(
+                prompt_tokens, params.max_new_tokens
+            )  # nobody is evicted for what cannot run
+        ticket = self.admission.reserve(
+            self._clock(),
+            prompt_tokens + params.max_new_tokens,
+            is_bound=is_text,
+            prompt_tokens=prompt_tokens,
+            priority=priority,
+        )
         request = None
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
@@ -152,7 +195,10 @@ class SchedulerManager:
                 _check_text(prompt)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
             seed = self._seed(params)
-            request = Request(next(self._ids), params, ticket, seed, ids, ticket.reserved_s)
+            deadline_s = None if ttft_deadline_s is None else ticket.reserved_s + ttft_deadline_s
+            request = Request(
+                next(self._ids), params, ticket, seed, ids, ticket.reserved_s, priority, deadline_s
+            )
             box = Mailbox(self._collector) if mailbox is None else mailbox
             stream = RequestStream(request, box if mailbox is None else None, self)
             self._streams[request.request_id] = stream  # before its reader can see an event of it
@@ -199,9 +245,9 @@ class SchedulerManager:
         if stream is not None:
             stream.close()
 
-    def new_mailbox(self) -> Mailbox:
-        """A mailbox that several submissions may share."""
-        return Mailbox(self._collector)
+    def new_mailbox(self, *, wants_starts: bool = False) -> Mailbox:
+        """A mailbox that several submissions may share. `wants_starts`: it hears of first steps as well."""
+        return Mailbox(self._collector, wants_starts=wants_starts)
 
     def acknowledge(self, request_id: int) -> None:
         """The terminal event of a request was taken from a shared mailbox: its slot is free.
@@ -283,12 +329,16 @@ class SchedulerManager:
         for request in self._core.expire(plan_start_s):
             self._streams.pop(request.request_id, None)
         plan = self._core.plan(plan_start_s)
+        self._publish(self._core.take_dropped())
         if plan is None and not self._pipeline:
             return False
+        if plan is not None and self._collector.is_asked_for_starts and (started := plan.started_ids()):
+            self._collector.announce(started, plan_start_s)
         scheduler = self._core.scheduler
         counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
+        limit = self.admission.moving_limit
         try:
-            for step, result in self._pipeline.turn(plan, plan_start_s, counts):
+            for step, result in self._pipeline.turn(plan, plan_start_s, (*counts, limit)):
                 self._publish(self._core.commit(step.plan, result, self._clock()))
                 if self._on_step is not None:
                     now = self._clock()
@@ -314,8 +364,8 @@ class SchedulerManager:
             return self._ended
 
     def _wait_for_command(self) -> None:
-        expiry_s = self._core.next_expiry_s()
-        timeout_s = None if expiry_s is None else min(max(0.0, expiry_s - self._clock()), LONGEST_WAIT_S)
+        due_s = self._core.next_due_s()
+        timeout_s = None if due_s is None else min(max(0.0, due_s - self._clock()), LONGEST_WAIT_S)
         try:
             self._publish(self._inbox.get(timeout=timeout_s)())
         except queue.Empty:
@@ -422,6 +472,10 @@ class SchedulerManager:
         self._streams.pop(request.request_id, None)
         if request.finish_reason is not None or not self._command(lambda: self._close_in_engine(request)):
             self._core.acknowledge(request, self._clock())
+
+    def stop_request(self, request: Request) -> None:
+        """Nothing more is computed; the slot is held until `close_request`."""
+        self._command(lambda: self._core.abort(request.request_id, self._clock(), True))
 
     def _close_in_engine(self, request: Request) -> list[TokenEvent]:
         now = self._clock()

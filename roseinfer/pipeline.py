@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 from roseinfer.executor import Executor, StepHandle, StepPlan, StepResult
 
+Counts = tuple[int, int, int, int | None]
+"""Waiting, running, tokens of KV, and a limit that moves: those of a StepRecord."""
+
 
 class Launched(NamedTuple):
-    """A step that runs, or waits for the one before it. `counts` are of the moment after planning."""
+    """A step that runs, or waits for the one before it."""
 
     plan: StepPlan
     handle: StepHandle
     plan_start_s: float
-    counts: tuple[int, int, int]
+    counts: Counts
 
 
 class StepFailed(Exception):  # noqa: N818 (nobody outside sees it)
@@ -39,7 +42,7 @@ class Pipeline:
         return len(self._launched)
 
     def turn(
-        self, plan: StepPlan | None, plan_start_s: float, counts: tuple[int, int, int]
+        self, plan: StepPlan | None, plan_start_s: float, counts: Counts
     ) -> Iterator[tuple[Launched, StepResult]]:
         """Launches a step, then waits for those that are due: all, where there was none to launch.
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.errors import InputError, check_whole
 
@@ -22,6 +22,11 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_new_tokens reached
     ABORT = "abort"  # closed by its reader, or the manager was closed
     ERROR = "error"  # tokeniser or engine failed; the event carries the exception
+
+
+LENGTH: Final = FinishReason.LENGTH
+ABORT: Final = FinishReason.ABORT
+"""Looked up once: on Python 3.11 every look-up of a member takes as long as a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class Request:
     prompt_ids: Sequence[int] | None  # None while its text is being tokenised
 
     reserved_s: float
+    priority: int = 0  # its class; 0 is the highest
+    deadline_s: float | None = None  # when its first token has to be there
     tokenized_s: float | None = None  # None for a prompt that came as token ids
     first_scheduled_s: float | None = None
     finished_s: float | None = None
@@ -88,6 +95,9 @@ class Request:
     cached_tokens: int | None = None  # of its prompt, found in the prefix cache when it was admitted to run
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
     aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
+    holds_slot: bool = (
+        False  # aborted by a reader that is not gone: its slot is not free until that acknowledges
+    )
 
     @property
     def prompt_len(self) -> int:
@@ -103,6 +113,11 @@ class Request:
         if end <= n_prompt:
             return prompt_ids[start:end]
         return [*prompt_ids[start:], *self.output_ids[max(0, start - n_prompt) : end - n_prompt]]
+
+    @property
+    def ready_s(self) -> float:
+        """Since when it waits for nothing but its turn."""
+        return self.reserved_s if self.tokenized_s is None else self.tokenized_s
 
     @property
     def max_len(self) -> int:
@@ -126,7 +141,8 @@ class Request:
 class TokenEvent(NamedTuple):
     """One token, or the end of a stream (`finish_reason` set), or both at once.
 
-    `token_id` is None in a terminal event without a token: abort or error. `time_s` is the engine's stamp.
+    `token_id` is None in a terminal event without a token: abort or error. `time_s` is the engine's stamp. Neither
+    is set where a mailbox asked to hear of starts as well.
     """
 
     request_id: int

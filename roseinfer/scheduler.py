@@ -5,21 +5,32 @@ One loop without phases. Every step has a budget of tokens and takes, in this or
   2. the next chunk of the one request that is half-prefilled, if there is one,
   3. waiting requests in submission order, as far as budget, seats and KV cache reach.
 A request still being tokenised is passed over and keeps its place. Nothing here is O(waiting).
+
+Which order that is, and what is dropped instead of being taken up, is a QueuePolicy; without one it is the order of
+submission, and nothing is.
 """
 
 from __future__ import annotations
 
-import heapq
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from roseinfer.admission import Admission, TicketState
-from roseinfer.errors import InputError, InvariantError, check_whole
+from roseinfer.admission import RESERVED, STARTED, Admission
+from roseinfer.codel import CoDel
+from roseinfer.errors import (
+    QUEUE_TIMEOUT,
+    InputError,
+    InvariantError,
+    SchedulerManagerOverloadedError,
+    check_whole,
+)
 from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request
+from roseinfer.waiting import Order, ReadyQueue, Timeouts
 
-STALE_SLACK: Final = 16
-"""Requests that a queue may hold although they left it, besides as many as it holds rightly."""
+Drop = Callable[[Request, SchedulerManagerOverloadedError, float], None]
+"""Ends a request that waits, with this error, now."""
 
 
 class SchedulerLimits(NamedTuple):
@@ -49,31 +60,65 @@ class SchedulerLimits(NamedTuple):
             )
 
 
-class Scheduler:
-    """Waiting and running requests. Owned by one thread; knows no clock."""
+class QueuePolicy(NamedTuple):
+    """What happens to those who wait.
 
-    def __init__(self, limits: SchedulerLimits, kv_cache: KVCache, admission: Admission) -> None:
+    timeout_s: how long a request may wait. codel: sheds by standing delay; with `newest_first` the newest is taken up
+    first while it finds the queue overloaded. Deadlines of requests hold without being asked for.
+    """
+
+    order: Order = Order()
+    timeout_s: float | None = None
+    codel: CoDel | None = None
+    newest_first: bool = False
+
+
+class Scheduler:
+    """Waiting and running requests. Owned by one thread; knows no clock.
+
+    `drop` is called, inside of `plan`, for requests that are dropped instead of being taken up; it removes them.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv_cache: KVCache,
+        admission: Admission,
+        policy: QueuePolicy,
+        drop: Drop,
+    ) -> None:
         limits.check()
         self.limits = limits
         self.kv_cache = kv_cache
         self.admission = admission
         self.waiting: dict[int, Request] = {}  # tokenising or ready
         self.running: dict[int, Request] = {}
-        self._ready: list[tuple[int, Request]] = []  # heap by arrival; may hold requests that left `waiting`
+        self._policy = policy
+        self._drop = drop
+        self._ready = ReadyQueue(self.waiting, policy.order, keeps_newest=policy.newest_first)
+        self._timeouts = Timeouts(self.waiting)
         self._half_prefilled: Request | None = None
         self._arrivals = 0
+        self._seats = limits.seats
 
     def add(self, request: Request) -> None:
         """Queues a request in its place; it can run once `ready` was told."""
         request.arrival = self._arrivals
         self._arrivals += 1
         self.waiting[request.request_id] = request
+        if self._policy.timeout_s is not None:
+            self._timeouts.push(request.reserved_s + self._policy.timeout_s, request)
         if request.prompt_ids is not None:
             self.ready(request)
 
     def ready(self, request: Request) -> None:
         """The request's prompt is tokenised."""
-        heapq.heappush(self._ready, (request.arrival, request))
+        self._ready.push(request)
+        if request.deadline_s is not None:
+            # What its own prefill takes at least, where that is known, cannot be made up for.
+            forecast = self.admission.forecast
+            prefill_s = 0.0 if forecast is None else forecast.prefill_s(request.prompt_len)
+            self._timeouts.push(request.deadline_s - prefill_s, request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees its KV cache.
@@ -85,22 +130,26 @@ class Scheduler:
             del self.running[request.request_id]
             self.kv_cache.free(request.request_id)
             request.block_table = []
-        elif len(self._ready) > 2 * len(self.waiting) + STALE_SLACK:
-            # A storm of cancelled requests behind a head that cannot run yet must not pile up.
-            self._ready = [entry for entry in self._ready if entry[1].request_id in self.waiting]
-            heapq.heapify(self._ready)
+        else:
+            self._ready.forget()
         if self._half_prefilled is request:
             self._half_prefilled = None
+
+    def next_timeout_s(self) -> float | None:
+        """When somebody will have waited for too long."""
+        return self._timeouts.next_s()
 
     @property
     def has_ready(self) -> bool:
         """Some tokenised request waits."""
-        return self._head() is not None
+        return self._ready.head() is not None
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Stamps first_scheduled_s with `now`."""
         spans: list[Span] = []
         copies: list[tuple[int, int]] = []
+        for request in self._timeouts.overdue(now):
+            self._drop_overdue(request, now)
         half = self._half_prefilled
         # Counted from what was asked for, not from what came: right with launched steps outstanding as well.
         for request in self.running.values():
@@ -108,14 +157,14 @@ class Scheduler:
             if start < request.num_to_schedule and not request.aborted and request is not half:
                 request.num_scheduled = start + 1
                 request.num_pending += 1
-                spans.append(Span(request, start, 1, True))
+                spans.append(Span._make((request, start, 1, True)))
         budget = self.limits.max_num_batched_tokens - len(spans)
         if half is not None and not half.aborted and budget:
             spans.append(self._take_prefill(half, budget))
             budget -= spans[-1].n_tokens
         while budget and self._half_prefilled is None:
-            head = self._head()
-            if head is None or not self._admit(head, now, copies):
+            head = self._take_up(now, copies)
+            if head is None:
                 break
             spans.append(self._take_prefill(head, budget))
             budget -= spans[-1].n_tokens
@@ -130,16 +179,17 @@ class Scheduler:
             raise InvariantError(f"{len(self.running)} requests run on {self.limits.seats} seats")
         if self.running.keys() != self.kv_cache.owners():
             raise InvariantError("a request runs without KV blocks, or the reverse")
-        ready = {request.request_id for _, request in self._ready}
+        ready = self._ready.ids()
         for request in self.waiting.values():
-            if request.ticket.state is not TicketState.RESERVED:
+            # One that was evicted a moment ago leaves with the next step.
+            if request.ticket.state is not RESERVED and not request.ticket.is_evicted:
                 raise InvariantError(
                     f"request {request.request_id} waits, its slot is {request.ticket.state}"
                 )
             if request.prompt_ids is not None and request.request_id not in ready:
                 raise InvariantError(f"request {request.request_id} is tokenised, waits, and would never run")
         for request in self.running.values():
-            if request.ticket.state is not TicketState.STARTED:
+            if request.ticket.state is not STARTED:
                 raise InvariantError(f"request {request.request_id} runs, its slot is {request.ticket.state}")
             if len(request.block_table) != blocks_for(request.max_len):
                 raise InvariantError(f"request {request.request_id} has no KV blocks for all of its tokens")
@@ -154,40 +204,58 @@ class Scheduler:
             if request.num_pending < 0 or unknown:
                 raise InvariantError(f"request {request.request_id}: tokens were computed that nobody knows")
 
-    def _head(self) -> Request | None:
-        while self._ready:
-            request = self._ready[0][1]
-            if request.request_id in self.waiting:
-                return request
-            heapq.heappop(self._ready)  # it ended while it waited
+    def _take_up(self, now: float, copies: list[tuple[int, int]]) -> Request | None:
+        """Moves the next in the queue to running if a seat and its whole KV cache are free. Drops whom the policy
+        sheds at that moment. What the prefix cache has of its prompt counts as computed; it may have to be copied first
+        (`copies`).
+        """
+        codel, running, kv_cache = self._policy.codel, self.running, self.kv_cache
+        while len(running) < self._seats:
+            newest = self._policy.newest_first and codel is not None and codel.is_overloaded
+            head = self._ready.head(newest=newest)
+            if head is None:
+                return None
+            max_len = head.max_len
+            assert head.prompt_ids is not None  # it is ready
+            prefix = kv_cache.find_prefix(head.prompt_ids)
+            if not kv_cache.can_allocate(max_len, prefix):
+                return None
+            ticket, waited_s = head.ticket, now - head.ready_s
+            if codel is not None and codel.should_drop(now, waited_s):
+                self._shed(head, now, "codel", codel.target_s, waited_s)
+                continue
+            if not self.admission.start(ticket, waited_s):
+                if not ticket.is_evicted:
+                    raise InvariantError(f"request {head.request_id} waits without a slot")
+                self.drop_evicted(head, now)  # since this step's plan was begun
+                continue
+            del self.waiting[head.request_id]
+            if self._policy.newest_first:
+                self._ready.forget()
+            running[head.request_id] = head
+            head.block_table = kv_cache.allocate(head.request_id, max_len, prefix)
+            head.cached_tokens = head.num_scheduled = len(prefix) * KV_BLOCK_TOKENS
+            if prefix:
+                self.admission.progress([(ticket, head.num_scheduled)])
+            if prefix and not kv_cache.shares_blocks:
+                copies += zip(prefix, head.block_table, strict=False)
+            head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
+            head.first_scheduled_s = now
+            return head
         return None
 
-    def _admit(self, head: Request, now: float, copies: list[tuple[int, int]]) -> bool:
-        """Moves the head of the queue to running if a seat and its whole KV cache are free.
+    def drop_evicted(self, request: Request, now: float) -> None:
+        """A waiting request whose slot went to a higher class."""
+        self._shed(request, now, "evicted", request.priority, 0)
 
-        What the prefix cache has of its prompt counts as computed; it may have to be copied first (`copies`).
-        """
-        if len(self.running) >= self.limits.seats:
-            return False
-        kv_cache, max_len = self.kv_cache, head.max_len
-        assert head.prompt_ids is not None  # it is ready
-        prefix = kv_cache.find_prefix(head.prompt_ids)
-        if not kv_cache.can_allocate(max_len, prefix):
-            return False
-        if not self.admission.start(head.ticket):
-            raise InvariantError(f"request {head.request_id} waits without a slot")
-        heapq.heappop(self._ready)
-        del self.waiting[head.request_id]
-        self.running[head.request_id] = head
-        head.block_table = kv_cache.allocate(head.request_id, max_len, prefix)
-        head.cached_tokens = head.num_scheduled = len(prefix) * KV_BLOCK_TOKENS
-        if prefix:
-            self.admission.progress([(head.ticket, head.num_scheduled)])
-        if prefix and not kv_cache.shares_blocks:
-            copies += zip(prefix, head.block_table, strict=False)
-        head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
-        head.first_scheduled_s = now
-        return True
+    def _drop_overdue(self, request: Request, now: float) -> None:
+        ends_s = request.reserved_s + (self._policy.timeout_s or float("inf"))
+        if request.deadline_s is not None:
+            ends_s = min(ends_s, request.deadline_s)
+        self._shed(request, now, QUEUE_TIMEOUT, ends_s - request.reserved_s, now - request.reserved_s)
+
+    def _shed(self, request: Request, now: float, reason: str, limit: float, measured: float) -> None:
+        self._drop(request, self.admission.dropped(request.ticket, now, reason, limit, measured), now)
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
         start, left = request.num_scheduled, request.prompt_len - request.num_scheduled

@@ -30,6 +30,8 @@ class Collector:
         self._condition = threading.Condition(threading.RLock())
         self._mailboxes: dict[int, Mailbox] = {}
         self._async_readers: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, asyncio.Future[None]]]] = {}
+        self.is_asked_for_starts = False
+        """Some mailbox wants what `announce` says."""
 
     def __len__(self) -> int:
         """Streams whose terminal event was not published yet."""
@@ -66,14 +68,22 @@ class Collector:
                 # A dying engine may end a request that its caller is just taking back.
                 if mailbox is not None:
                     mailbox._events.append(event)
-            self._condition.notify_all()
-            woken = {loop: self._take_served(loop) for loop in list(self._async_readers)}
-        for loop, futures in woken.items():
-            if futures:
-                try:
-                    loop.call_soon_threadsafe(_wake, futures)
-                except RuntimeError:
-                    pass  # the loop was closed, and its readers with it
+            served = self._take_all_served()
+        _wake_all(served)
+
+    def announce(self, request_ids: list[int], now: float) -> None:
+        """Tells the mailboxes that want to know it that these requests are scheduled, for the first time."""
+        with self._condition:
+            for request_id in request_ids:
+                mailbox = self._mailboxes.get(request_id)
+                if mailbox is not None and mailbox._wants_starts:
+                    mailbox._events.append(TokenEvent(request_id, None, now))
+            served = self._take_all_served()
+        _wake_all(served)
+
+    def _take_all_served(self) -> dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]:
+        self._condition.notify_all()
+        return {loop: self._take_served(loop) for loop in list(self._async_readers)}
 
     def _take_served(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Future[None]]:
         readers = self._async_readers.pop(loop, [])
@@ -90,14 +100,21 @@ class Collector:
 
 
 class Mailbox:
-    """Events in order of publication, taken all at once."""
+    """Events in order of publication, taken all at once.
 
-    __slots__ = ("_collector", "_events", "_woken")
+    With `wants_starts` they begin, for each request, with one that has neither a token nor an end: its first step
+    was planned.
+    """
 
-    def __init__(self, collector: Collector) -> None:
+    __slots__ = ("_collector", "_events", "_wants_starts", "_woken")
+
+    def __init__(self, collector: Collector, *, wants_starts: bool = False) -> None:
         self._collector = collector
         self._events: list[TokenEvent] = []
+        self._wants_starts = wants_starts
         self._woken = False
+        if wants_starts:
+            collector.is_asked_for_starts = True
 
     def belongs_to(self, collector: Collector) -> bool:
         return self._collector is collector
@@ -146,6 +163,10 @@ class StreamOwner(Protocol):
 
     def close_request(self, request: Request) -> None:
         """The reader leaves."""
+        ...
+
+    def stop_request(self, request: Request) -> None:
+        """The reader wants no more tokens, and keeps its slot until it leaves."""
         ...
 
 
@@ -216,6 +237,11 @@ class RequestStream:
         return self._request.ticket.inflight_before
 
     @property
+    def predicted_ttft_s(self) -> float | None:
+        """Seconds from its reservation to its first token, as predicted then; None where nothing predicts."""
+        return self._request.ticket.predicted_ttft_s
+
+    @property
     def timings(self) -> Timings:
         return Timings.of(self._request)
 
@@ -232,6 +258,10 @@ class RequestStream:
         if self.finish_reason is None:
             self.finish_reason = FinishReason.ABORT
             self._owner.close_request(self._request)
+
+    def stop(self) -> None:
+        """Ends the request if it still runs; its slot is held until `close`."""
+        self._owner.stop_request(self._request)
 
     def tokens(self) -> Generator[Token]:
         """Tokens as they come. With stop strings, ends with the token that completes one."""
@@ -325,6 +355,15 @@ class _TextMaker:
 
     def finish(self) -> str:
         return self._matcher.push(self._decoder.finish()) + self._matcher.finish()
+
+
+def _wake_all(served: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]) -> None:
+    for loop, futures in served.items():
+        if futures:
+            try:
+                loop.call_soon_threadsafe(_wake, futures)
+            except RuntimeError:
+                pass  # the loop was closed, and its readers with it
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

@@ -73,7 +73,7 @@ def check_drained(manager: SchedulerManager) -> None:
         raise InvariantError("KV blocks of requests that have ended")
 
 
-CHANGES = ("submit", "tokenized", "commit", "fail_step", "fail", "abort")
+CHANGES = ("submit", "tokenized", "take_dropped", "commit", "fail_step", "fail", "abort")
 """Methods of Core that return events."""
 
 

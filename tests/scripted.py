@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roseinfer.admission import Admission, TicketState
+from roseinfer.admission import TicketState
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
+from roseinfer.sim.cost_model import CostModel
 
 EOS = 0
 """The scripted engines' end of sequence, chr(0); it has no text."""
@@ -124,12 +127,18 @@ class CoreDriver:
         unread_timeout_s: float = 60.0,
         prefix_cache: bool = False,
         shares_blocks: bool = True,
+        policy: str | None = None,
+        scheduling: str = "fcfs",
+        cost_model: CostModel | None = None,
     ) -> None:
         self.now = 0.0
+        limits = SchedulerLimits(batch, active, budget)
+        admission, queue_policy = policies_of(admission_of(limit, policy), scheduling, limits, cost_model)
         self.core = Core(
-            limits=SchedulerLimits(batch, active, budget),
+            limits=limits,
             kv_cache=KVCache(blocks_for(kv_tokens), prefix_cache=prefix_cache, shares_blocks=shares_blocks),
-            admission=Admission(limit),
+            admission=admission,
+            policy=queue_policy,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             unread_timeout_s=unread_timeout_s,
@@ -144,15 +153,23 @@ class CoreDriver:
         *,
         text: bool = False,
         ignore_eos: bool = False,
+        priority: int = 0,
+        deadline_s: float | None = None,
         seed: int = 0,
         **sampling: Any,
     ) -> Request:
         """Reserves and submits token ids, or so many of them; a text is not tokenised yet."""
         prompt_ids = range(prompt) if isinstance(prompt, int) else prompt
         params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos, **sampling)
-        ticket = self.core.admission.reserve(self.now, len(prompt_ids) + max_new_tokens)
+        ticket = self.core.admission.reserve(
+            self.now,
+            len(prompt_ids) + max_new_tokens,
+            prompt_tokens=len(prompt_ids),
+            is_bound=text,
+            priority=priority,
+        )
         ids = None if text else prompt_ids
-        request = Request(len(self.requests), params, ticket, seed, ids, self.now)
+        request = Request(len(self.requests), params, ticket, seed, ids, self.now, priority, deadline_s)
         self.requests.append(request)
         self.took(self.core.submit(request))
         return request
@@ -165,7 +182,7 @@ class CoreDriver:
 
     def plan(self) -> StepPlan | None:
         plan = self.core.plan(self.now)
-        self.core.check()
+        self.took(self.core.take_dropped())
         return plan
 
     def commit(self, plan: StepPlan, token: Callable[[Span], int] = lambda span: 1) -> list[TokenEvent]:
@@ -189,7 +206,8 @@ class CoreDriver:
     def took(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         self.core.check()
         unread = [r for r in self.core._unread if r.ticket.state is not TicketState.RELEASED]
-        assert self.core.admission.inflight == len(self.core) + len(unread)  # beside threads it may be more
+        live = [r for r in self.core._live.values() if not r.ticket.is_evicted]
+        assert self.core.admission.inflight == len(live) + len(unread)  # beside threads it may be more
         self.events.extend(events)
         return list(events)
 

@@ -49,6 +49,9 @@ class Desk:
     def close_request(self, request: Request) -> None:
         self.asked.append(("close", request.request_id))
 
+    def stop_request(self, request: Request) -> None:
+        self.asked.append(("stop", request.request_id))
+
     def publish(self, *events: TokenEvent) -> None:
         self.collector.publish(list(events))
 

@@ -95,7 +95,7 @@ def test_the_bytes_of_a_text_give_way_to_its_true_tokens() -> None:
     admission = Admission(None)
     ticket = admission.reserve(0.0, 100)
     admission.reserve(0.0, 7)
-    admission.adjust(ticket, 30)
+    admission.adjust(ticket, 30, 0.0)
     assert admission.counts().backlog_tokens == 37
 
 
@@ -126,7 +126,7 @@ def test_nothing_changes_the_backlog_after_the_release() -> None:
     ticket = admission.reserve(0.0, COST)
     admission.start(ticket)
     admission.release(ticket, 1.0)
-    admission.adjust(ticket, 1000)
+    admission.adjust(ticket, 1000, 0.0)
     admission.progress([(ticket, 5)])
     assert admission.counts().backlog_tokens == 0
 
@@ -162,7 +162,7 @@ def test_the_account_balances_after_anything_in_any_order(
             ticket = tickets[which % len(tickets)]
             match action:
                 case "adjust" if ticket.state is TicketState.RESERVED:
-                    admission.adjust(ticket, tokens)
+                    admission.adjust(ticket, tokens, 0.0)
                 case "start":
                     admission.start(ticket)
                 case "progress":

@@ -8,7 +8,7 @@ from roseinfer.admission import TicketState
 from roseinfer.errors import InputError, InvariantError, PromptTooLongError
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.request import FinishReason, Request, TokenEvent
-from roseinfer.scheduler import STALE_SLACK
+from roseinfer.waiting import STALE_SLACK
 from tests.scripted import EOS, CoreDriver
 
 LETTER = 7  # a token that ends nothing
@@ -362,11 +362,11 @@ def test_an_unread_stream_keeps_its_slot_for_the_timeout_and_not_longer() -> Non
     driver = CoreDriver(unread_timeout_s=60.0)
     request = driver.add(4, 1)
     driver.steps()
-    assert driver.core.next_expiry_s() == 61.0
+    assert driver.core.next_due_s() == 61.0
     assert driver.core.expire(60.999) == []
     assert driver.core.expire(61.0) == [request]
     assert request.ticket.released_s == 61.0
-    assert driver.core.next_expiry_s() is None
+    assert driver.core.next_due_s() is None
     assert_drained(driver)
 
 
@@ -375,7 +375,7 @@ def test_what_was_read_in_time_does_not_expire() -> None:
     read, unread = driver.add(4, 1), driver.add(4, 2)
     driver.steps()
     driver.core.acknowledge(read, 1.5)
-    assert driver.core.next_expiry_s() == 62.0
+    assert driver.core.next_due_s() == 62.0
     assert driver.core.expire(100.0) == [unread]
     assert read.ticket.released_s == 1.5
 

@@ -53,7 +53,7 @@ BROKEN: dict[str, Callable[[Scene], object]] = {
     "one waits and runs": lambda s: s.scheduler.waiting.update({s.decoding.request_id: s.decoding}),
     "a live one neither waits nor runs": lambda s: s.scheduler.waiting.pop(s.waiting.request_id),
     "one that ended waits": lambda s: s.scheduler.waiting.update({s.unread.request_id: s.unread}),
-    "one would wait for ever": lambda s: s.scheduler._ready.clear(),
+    "one would wait for ever": lambda s: s.scheduler._ready._heap.clear(),
     "more run than there are seats": lambda s: setattr(
         s.scheduler, "limits", s.scheduler.limits._replace(max_active_requests=1)
     ),

@@ -39,7 +39,7 @@ def texts(notebook: NotebookNode) -> Iterator[str]:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name[:3] for path in NOTEBOOKS] == ["01_", "02_", "03_", "04_"]
+    assert [path.name[:3] for path in NOTEBOOKS] == ["01_", "02_", "03_", "04_", "05_"]
 
 
 @each_notebook

@@ -17,7 +17,8 @@ PUBLIC_NAMES = """
 
 PACKAGE = Path(roseinfer.__file__).parent
 CORE_FILES = """
-    admission.py core.py errors.py executor.py kv_cache.py request.py scheduler.py sim/__init__.py sim/virtual.py
+    admission.py admission_spec.py core.py errors.py executor.py kv_cache.py request.py scheduler.py sim/__init__.py
+    sim/virtual.py
 """.split()
 CLOCKS_THREADS_AND_TENSORS = {
     *(

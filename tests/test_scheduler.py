@@ -11,7 +11,8 @@ from roseinfer.errors import InputError, InvariantError
 from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan
 from roseinfer.kv_cache import blocks_for
 from roseinfer.request import Request
-from roseinfer.scheduler import STALE_SLACK, SchedulerLimits
+from roseinfer.scheduler import SchedulerLimits
+from roseinfer.waiting import STALE_SLACK
 from tests.scripted import CoreDriver
 
 
@@ -188,7 +189,7 @@ def test_cancelled_requests_do_not_pile_up_behind_a_blocked_head() -> None:  # c
     driver.add()
     for _ in range(500):
         driver.abort(driver.add())
-    assert len(driver.core.scheduler._ready) <= 2 + STALE_SLACK + 1
+    assert len(driver.core.scheduler._ready.ids()) <= 2 + STALE_SLACK + 1
 
 
 def test_cancelling_many_leaves_the_others_in_their_order() -> None:
@@ -297,7 +298,7 @@ def test_every_plan_follows_the_policy(
         pass
     assert not scheduler.waiting
     assert not scheduler.running
-    assert not scheduler._ready
+    assert scheduler._ready.head() is None
     assert scheduler.kv_cache.used_tokens == 0
     ends = [event.request_id for event in driver.events if event.finish_reason is not None]
     assert sorted(ends) == list(range(len(driver.requests)))  # one terminal event each

@@ -100,7 +100,7 @@ class BlockedRuns:
                     self.say(f"block {block + 1}/{self.blocks}, side {variant.name}")
                     self._measure(variant, block, Path(aside))
         for variant in self.variants:
-            conclude(self.runs[variant.name], pd.concat(self._workloads[variant.name], ignore_index=True))
+            conclude(self.runs[variant.name], self._workloads[variant.name])
         return self.runs["a"], self.runs["b"]
 
     def so_far(self) -> str:

@@ -11,6 +11,7 @@ from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.goals import met, parse_goal
 from roseinfer.bench.records import Outcome, derive, gaps_s
 from roseinfer.bench.report import OF_ITSELF, PERCENTILES
+from roseinfer.bench.retries import RetryPolicy
 from roseinfer.bench.stats import percentile, percentile_label
 from roseinfer.bench.steady_state import warm_up
 
@@ -23,24 +24,25 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, dev
 
     Below them, where they have something to say: what the warm-up cut left out of the latencies, and goodput.
     """
-    options = experiment.options
-    rows = derive(requests)
+    options, retries = experiment.options, experiment.load.retries
+    rows = requests
+    goals = [parse_goal(goal) for goal in experiment.goals]
     is_remote = experiment.is_http
     refused = rows["outcome"] == Outcome.REJECTED
-    accepted = rows[rows["sent_s"].notna() & ~refused if is_remote else rows["reserved_s"].notna()]
-    cut = warm_up(rows)
-    counted = rows if cut is None else rows[cut[1]]
-    completed = rows[rows["outcome"] == Outcome.COMPLETED]
-    done = counted[counted["outcome"] == Outcome.COMPLETED]
+    accepted = rows["sent_s"].notna() & ~refused if is_remote else rows["reserved_s"].notna()
+    cut = warm_up(derive(rows, ["ttft_s"]))
+    completed = rows["outcome"] == Outcome.COMPLETED
+    counted = pd.Series(True, index=rows.index) if cut is None else pd.Series(cut[1], index=rows.index)
+    done = completed & counted
     duration_s = rows["received_last_s"].max() - rows["sent_s"].min()
-    tokens = int(completed["output_tokens"].sum())
+    tokens = int(rows.loc[completed, "output_tokens"].sum())
     throughput = f"{tokens / duration_s:.2f}" if tokens and duration_s > 0 else "n/a"
     lines = [
         "=== streaming benchmark ===",
         f"Model: {model}",
         f"Device: {device}",
         *(
-            [f"API: {options.api}", f"Retry: {options.retry}"]
+            [f"API: {options.api}"]
             if is_remote
             else [
                 f"Pretok: {options.pretok}",
@@ -50,56 +52,84 @@ def burst_report(requests: pd.DataFrame, experiment: Experiment, model: str, dev
                 "NVTX: False",
             ]
         ),
-        f"Requests: {len(accepted)}",
+        *([f"Retry: {_policy_text(retries)}"] if is_remote or retries.is_on else []),
+        f"Requests: {accepted.sum()}",
         f"Rejected: {refused.sum()}",
         *_other_ends(rows),
-        f"Prompt tokens (total): {int(accepted['prompt_tokens'].sum())}",
-        f"Completion tokens (total): {int(accepted['output_tokens'].sum())}",
+        *(_tries(rows, done) if retries.is_on else []),
+        f"Prompt tokens (total): {int(rows.loc[accepted, 'prompt_tokens'].sum())}",
+        f"Completion tokens (total): {int(rows.loc[accepted, 'output_tokens'].sum())}",
         *(_remote_stages if is_remote else _stages)(rows, counted, done),
-        _percentiles("TTFT", done["ttft_s"]),
-        _percentiles("TPOT", done["tpot_s"], unit="ms/token"),
-        _percentiles("Chunk gap", pd.Series(gaps_s(done["chunk_times_s"])))
+        _percentiles("TTFT", _of(rows, "ttft_s", done)),
+        _percentiles("TPOT", _of(rows, "tpot_s", done), unit="ms/token"),
+        _percentiles("Chunk gap", pd.Series(gaps_s(rows.loc[done, "chunk_times_s"])))
         if is_remote
-        else _percentiles("ITL", pd.Series(gaps_s(done["token_times_s"]))),
-        _percentiles("Latency", done["e2el_s"]),
+        else _percentiles("ITL", pd.Series(gaps_s(rows.loc[done, "token_times_s"]))),
+        _percentiles("Latency", _of(rows, "e2el_s", done)),
         f"Throughput (completion,total): {throughput} tokens/s",
     ]
     if cut is not None:
         found = cut[0]
         lines.append(
-            f"Warm-up cut (MSER-5): {found.cut} of {len(completed)}{'' if found.steady else ', no steady part found'}"
+            f"Warm-up cut (MSER-5): {found.cut} of {completed.sum()}{'' if found.steady else ', no steady part found'}"
         )
-    if experiment.goals:
-        good = int(np.count_nonzero(met(rows, [parse_goal(goal) for goal in experiment.goals])))
+    if goals:
+        judged = derive(rows, [f"{goal.metric}_s" for goal in goals])
+        good = int(np.count_nonzero(met(judged, goals)))
         share = f"{100 * good / len(rows):.1f} % of {len(rows)} offered"
         lines.append(f"Goodput ({' '.join(experiment.goals)}): {good} requests, {share}")
     return "\n".join(lines)
 
 
-def _stages(rows: pd.DataFrame, counted: pd.DataFrame, done: pd.DataFrame) -> list[str]:
+def _of(rows: pd.DataFrame, name: str, which: pd.Series[bool]) -> pd.Series[float]:
+    """A derived duration of some rows. One at a time: of a million requests all of them together are large."""
+    values: pd.Series[float] = derive(rows, [name]).loc[which, name]
+    return values
+
+
+def _stages(rows: pd.DataFrame, counted: pd.Series[bool], done: pd.Series[bool]) -> list[str]:
     returned_s = rows["admitted_s"].fillna(rows["rejected_s"])
     return [
         f"Submit wall: {returned_s.max() - rows['sent_s'].min():.6f} s",
-        _percentiles("add_request latency", counted["add_request_s"], decimals=4),
-        _percentiles("reject latency", counted["reject_s"], decimals=4),
-        _percentiles("Tokenize", done["tokenize_s"]),
-        _percentiles("Queue wait (post-tok)", done["queue_wait_s"]),
-        _percentiles("Prefill->first token", done["prefill_s"]),
+        _percentiles("add_request latency", _of(rows, "add_request_s", counted), decimals=4),
+        _percentiles("reject latency", _of(rows, "reject_s", counted), decimals=4),
+        _percentiles("Tokenize", _of(rows, "tokenize_s", done)),
+        _percentiles("Queue wait (post-tok)", _of(rows, "queue_wait_s", done)),
+        _percentiles("Prefill->first token", _of(rows, "prefill_s", done)),
     ]
 
 
-def _remote_stages(rows: pd.DataFrame, counted: pd.DataFrame, done: pd.DataFrame) -> list[str]:
+def _remote_stages(rows: pd.DataFrame, counted: pd.Series[bool], done: pd.Series[bool]) -> list[str]:
     """What a client sees of them, and what the server says of itself, if it does."""
     return [
         f"Send wall: {rows['sent_s'].max() - rows['sent_s'].min():.6f} s",
-        _percentiles("Send lag", counted["send_lag_s"]),
-        _percentiles("reject latency", counted["reject_s"]),
+        _percentiles("Send lag", _of(rows, "send_lag_s", counted)),
+        _percentiles("reject latency", _of(rows, "reject_s", counted)),
         *[
-            _percentiles(f"Server's own {name}", done[f"{metric}_s"])
+            _percentiles(f"Server's own {name}", rows.loc[done, f"{metric}_s"])
             for metric, name in OF_ITSELF.items()
-            if done[f"{metric}_s"].notna().any()
+            if rows.loc[done, f"{metric}_s"].notna().any()
         ],
-        _percentiles("TTFT from sending", done["ttft_from_send_s"]),
+        _percentiles("TTFT from sending", _of(rows, "ttft_from_send_s", done)),
+    ]
+
+
+def _policy_text(policy: RetryPolicy) -> str:
+    parts = [policy.name]
+    if policy.budget is not None:
+        parts.append(f"budget {policy.budget:g}")
+    if policy.per_try_timeout_s is not None:
+        parts.append(f"{policy.per_try_timeout_s:g} s a try")
+    return ", ".join(parts)
+
+
+def _tries(rows: pd.DataFrame, done: pd.Series[bool]) -> list[str]:
+    n_tries, n = int(rows["attempts"].sum()), len(rows)
+    never = n - int((rows["outcome"] == Outcome.COMPLETED).sum())
+    return [
+        f"Tries: {n_tries} ({n_tries / n:.2f} per request)",
+        f"Never succeeded: {100 * never / n:.1f} % of {n} offered",
+        _percentiles("Time to success", _of(rows, "time_to_success_s", done)),
     ]
 
 

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from roseinfer.bench.engine_sizes import (
+    KvCacheTokens,
+    MaxBatchSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    engine_sizes,
+)
 from roseinfer.errors import InputError
 
 if TYPE_CHECKING:
     from roseinfer.bench.hold_out import Trial
     from roseinfer.sim.cost_model import CostModel
+    from roseinfer.sim.noise import Noise
 
 calibration: Final = typer.Typer()
 
@@ -32,7 +40,8 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where the cost model goes. Default: results/cost_models/<device>-<model>-<dtype>.cost.json.",
+            help="Where the cost model goes. Default: results/cost_models/<device>-<model>-<dtype>.cost.json; one that"
+            " is to be kept with the code belongs in results/reference/cost_models.",
         ),
     ] = None,
     hold_out: Annotated[
@@ -45,6 +54,10 @@ def calibrate(
     name: Annotated[
         str | None, typer.Option(help="What reports call the model. Default: model, dtype and device.")
     ] = None,
+    max_batch_size: MaxBatchSize = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    kv_cache_tokens: KvCacheTokens = None,
+    max_model_len: MaxModelLen = None,
     seed: Annotated[int, typer.Option(min=0, help="Of which cells are held out.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON on stdout instead of the tables.")
@@ -57,6 +70,10 @@ def calibrate(
     from roseinfer.bench.hold_out import try_out
 
     share = _share(hold_out)
+    sizes = engine_sizes(max_batch_size, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+    if sizes is not None and share is None:
+        why = "is for predicting what is held out: --hold-out none holds out nothing"
+        raise InputError("--max-batch-size", sizes.max_batch_size, why)
     if name is not None and not (name.strip() and name.isprintable()):
         raise InputError("--name", name, "must be a line of text")
     if out is not None and out.is_dir():
@@ -65,7 +82,7 @@ def calibrate(
         raise InputError("--out", str(out), "no such folder")
     measured = [fitting.MeasuredRun.open(path) for path in runs]
     model = fitting.calibrate(measured, name)
-    trial = None if share is None else try_out(measured, share, seed)
+    trial = None if share is None else try_out(measured, share, seed, sizes)
     assert model.fitted is not None
     if trial is not None:
         model = replace(model, fitted=replace(model.fitted, held_out=trial.facts()))
@@ -125,7 +142,8 @@ def _model_lines(model: CostModel) -> Iterator[str]:
     unseen = {"attention": step.attention_pair_s, "context": step.context_token_s}
     if names := [name for name, seconds in unseen.items() if not seconds]:
         yield f"  (0 for {' and '.join(names)}: these steps do not tell it apart; longer ones may cost more)"
-    yield f"  between steps: {_time(between.constant_s)}, + {_time(between.request_s)} a request"
+    stalls = "" if model.between_noise is None else f"; {_stalls(model.between_noise)}"
+    yield f"  between steps: {_time(between.constant_s)}, + {_time(between.request_s)} a request{stalls}"
     yield (
         f"  submitting: {_time(submit.request_s)} a request, a refusal {_time(submit.refusal_s)},"
         f" tokenising {_time(submit.token_s)} a token"
@@ -135,8 +153,12 @@ def _model_lines(model: CostModel) -> Iterator[str]:
     yield (
         f"  measured / predicted: p10 {noise.ratios[tenth]:.3f}, median {noise.ratios[middle]:.3f},"
         f" p90 {noise.ratios[-1 - tenth]:.3f}, max {noise.ratios[-1]:.3f};"
-        f" stalls apart: {100 * noise.stall_probability:.2f} % of steps"
+        f" {_stalls(noise)}"
     )
+
+
+def _stalls(noise: Noise) -> str:
+    return f"stalls apart: {100 * noise.stall_probability:.2f} % of steps"
 
 
 def _trial_lines(trial: Trial | None) -> Iterator[str]:

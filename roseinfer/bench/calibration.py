@@ -101,12 +101,14 @@ def calibrate(runs: Sequence[MeasuredRun], name: str | None = None) -> CostModel
     step_s = steps["step_s"].to_numpy()
     step = robust_fit(_told_apart(_columns(steps, COMPOSITION), step_s), step_s)
     identity = runs[0].identity
+    between_steps, between_noise = _between_steps(steps)
     return CostModel(
         name=name or f"{_words(identity, 'model', 'dtype', 'device')}, calibrated",
         step=StepCost(*_rounded(step.coefficients)),
-        between_steps=_between_steps(steps),
+        between_steps=between_steps,
         submit=submit_cost(runs),
         noise=_noise(step, step_s),
+        between_noise=between_noise,
         fitted=Fitted(
             runs=tuple(run.folder.run_id for run in runs),
             steps=len(steps),
@@ -137,13 +139,14 @@ def predicted_step_s(model: CostModel, steps: pd.DataFrame) -> NDArray[np.float6
 def submit_cost(runs: Sequence[MeasuredRun]) -> SubmitCost:
     """Seconds of the sender and of a tokenise worker. What no run shows is 0.
 
-    The sender: sent to admitted, per request and, where it tokenises, per token; the median of sent to rejected.
+    Of a server, all that is known is how quickly its client sends one after another: a burst does not come at once.
+    Else the sender: sent to admitted, per request and, where it tokenises, per token; the median of sent to rejected.
     A worker: tokenised, less when it could begin, by the median over requests: prompts are taken in their order.
     """
-    local = [_with_tokenising(run) for run in runs if not run.is_remote]
-    if not local:
-        return SubmitCost()
-    requests = pd.concat(local)
+    if runs[0].is_remote:
+        send_s = _median(pd.concat([_between_sends_s(run.requests) for run in runs]))
+        return SubmitCost(request_s=send_s, refusal_s=send_s)
+    requests = pd.concat([_with_tokenising(run) for run in runs])
     admitted = requests[requests["admitted_s"].notna()]
     tokens_and_s = np.column_stack([admitted["caller_tokens"], admitted["admitted_s"] - admitted["sent_s"]])
     tokens_and_s = tokens_and_s[tokens_and_s[:, 1] > 0]
@@ -173,6 +176,13 @@ def _with_durations(steps: pd.DataFrame) -> pd.DataFrame:
     return ordered.assign(step_s=ordered["exec_end_s"] - ordered["exec_start_s"], between_s=between_s)
 
 
+def _between_sends_s(requests: pd.DataFrame) -> pd.Series[float]:
+    """From one sending to the next, of requests that were due at once."""
+    sent = requests[requests["sent_s"].notna()].sort_values(["cell_id", "repeat", "sent_s"])
+    same = ["cell_id", "repeat", "scheduled_s"]
+    return sent.groupby(same, observed=True)["sent_s"].diff().dropna()
+
+
 def _with_tokenising(run: MeasuredRun) -> pd.DataFrame:
     """The requests with `caller_tokens`, tokenised before add_request returned, and `worker_s`, a worker's time."""
     configuration = run.folder.manifest["configuration"]
@@ -191,17 +201,18 @@ def _with_tokenising(run: MeasuredRun) -> pd.DataFrame:
     return requests.assign(caller_tokens=0, worker_s=pd.concat(parts))
 
 
-def _between_steps(steps: pd.DataFrame) -> BetweenStepsCost:
+def _between_steps(steps: pd.DataFrame) -> tuple[BetweenStepsCost, Noise | None]:
     known = steps[steps["between_s"] > 0]
     if known.empty:
-        return BetweenStepsCost()
+        return BetweenStepsCost(), None
     requests = known["prefill_requests"] + known["decode_requests"]
-    fit = robust_fit(_columns(known.assign(requests=requests), ("requests",)), known["between_s"].to_numpy())
-    return BetweenStepsCost(*_rounded(fit.coefficients))
+    between_s = known["between_s"].to_numpy()
+    fit = robust_fit(_columns(known.assign(requests=requests), ("requests",)), between_s)
+    return BetweenStepsCost(*_rounded(fit.coefficients)), _noise(fit, between_s)
 
 
-def _noise(fit: RobustFit, step_s: NDArray[np.float64]) -> Noise:
-    excess_s = step_s[fit.stalled] * (1 - 1 / fit.ratios[fit.stalled])
+def _noise(fit: RobustFit, seconds: NDArray[np.float64]) -> Noise:
+    excess_s = seconds[fit.stalled] * (1 - 1 / fit.ratios[fit.stalled])
     if excess_s.size > QUANTILES:
         excess_s = np.quantile(excess_s, np.linspace(0, 1, QUANTILES))
     return Noise(

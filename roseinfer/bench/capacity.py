@@ -3,6 +3,8 @@
 Every value that is tried is measured, and its percentile's interval says PASS, FAIL or UNKNOWN. What is found is
 an interval: between the last value that is seen to hold and the first that is seen to fail lies the truth, and
 values whose interval straddles the SLO make it wider, since nothing is guessed.
+
+A search may start from what another proposes: probes from a simulation, a measurement at length from probes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Final
 
 from roseinfer.bench.bracket import Axis, Edge, edge_of, find_edge
 from roseinfer.bench.judgement import Verdict
-from roseinfer.bench.probe import Probe, Prober
+from roseinfer.bench.probe import LONGER, Probe, Prober
 
 SPAN: Final = 64.0
 """Rates are tried from this much below to this much above where the search begins."""
@@ -35,7 +37,7 @@ class RateSearch:
 
     prober: Prober
     tolerance: float
-    proposal: RateSearch | None = None  # the same search on a simulator, which is over
+    proposal: RateSearch | None = None  # the same search on a simulator, or in short, which is over
     probes: dict[float, Probe] = field(default_factory=dict)
     one: Probe | None = None
     busy: Probe | None = None
@@ -59,11 +61,16 @@ class RateSearch:
     def is_decided(self) -> bool:
         return self.is_impossible or self.edge != (None, None)
 
+    @property
+    def is_answered(self) -> bool:
+        """There is something to confirm."""
+        return self.is_impossible or self.edge.holds is not None
+
     def run(self) -> None:
         """Where a proposal is right, what is next to it is measured and nothing else. Raises what measuring raises."""
         proposed = Edge(None, None) if self.proposal is None else self.proposal.edge
         if proposed.holds is not None:
-            self._search(proposed.holds, _ratio(proposed, self.tolerance))
+            self._search(proposed.holds, _ratio(proposed))
             if self.edge.holds is not None:
                 return
         self.one = self.prober.one_at_a_time()
@@ -92,7 +99,8 @@ class RateSearch:
         holds, fails = self.edge
         if self.is_impossible:
             assert self.one is not None
-            return [f"{goal} cannot be met at any rate: even of one request at a time {self.one.describe()}."]
+            why = f"even of one request at a time {self.one.describe()}"
+            return [f"{goal} cannot be met at any rate: {why}.", *self._confirmation()]
         if holds is None and fails is None:
             return [f"Not decided: no rate was seen to keep {goal}, and none to break it. {MORE_REPEATS}"]
         lines = []
@@ -113,7 +121,15 @@ class RateSearch:
             ]
             if fails > holds * (1 + self.tolerance):
                 lines.append(f"Between the two it cannot be told. {MORE_REPEATS}")
-        return lines + self._notes(holds, fails)
+        return lines + self._confirmation() + self._notes(holds, fails)
+
+    def _confirmation(self) -> list[str]:
+        before = self.proposal
+        if before is None or not self.prober.is_long:
+            return []
+        is_same = (before.is_impossible, before.edge) == (self.is_impossible, self.edge)
+        said = "that it cannot be met" if before.is_impossible else f"{_span(before.edge)} requests/s"
+        return [_at_length(None if is_same else said)]
 
     def _notes(self, holds: float | None, fails: float | None) -> list[str]:
         notes = []
@@ -172,6 +188,11 @@ class LimitSearch:
     def is_decided(self) -> bool:
         return self.smallest.fails == NO_LIMIT or self.largest != (None, None)
 
+    @property
+    def is_answered(self) -> bool:
+        """As that of `RateSearch`."""
+        return self.smallest.fails == NO_LIMIT or self.largest.holds is not None
+
     def run(self) -> None:
         """As `RateSearch.run`."""
         unlimited = self._at(NO_LIMIT)
@@ -203,7 +224,7 @@ class LimitSearch:
             Axis(low, top, self.tolerance, is_whole=True),
             min(top, max(low, start)),
             better=better,
-            ratio=_ratio(proposed, self.tolerance),
+            ratio=_ratio(proposed),
         )
 
     def _at(self, limit: float) -> Probe:
@@ -217,7 +238,8 @@ class LimitSearch:
         if not self.is_decided:
             return [f"Not decided: no limit was seen to keep {goal}, and none to break it. {MORE_REPEATS}"]
         if smallest.fails == NO_LIMIT:
-            return [f"{goal} cannot be met at any limit: even with no limit {self._figures(NO_LIMIT)}."]
+            why = f"even with no limit {self._figures(NO_LIMIT)}"
+            return [f"{goal} cannot be met at any limit: {why}.", *self._confirmation()]
         assert smallest.holds is not None
         enough, most = smallest.holds, largest.holds
         if most is None:
@@ -241,7 +263,15 @@ class LimitSearch:
             lines.append(f"With {_limit(largest.fails)} they are not: {self._figures(largest.fails)}.")
         if self.one is not None:
             lines.append(f"One request at a time: {self.one.describe()}.")
-        return lines
+        return lines + self._confirmation()
+
+    def _confirmation(self) -> list[str]:
+        before = self.proposal
+        if before is None or not self.prober.is_long:
+            return []
+        is_same = (before.smallest, before.largest) == (self.smallest, self.largest)
+        kept = Edge(before.smallest.holds, before.largest.holds)
+        return [_at_length(None if is_same else f"limits from {_span(kept)}")]
 
     def _figures(self, limit: float) -> str:
         return self.probes[limit].describe()
@@ -251,12 +281,27 @@ def _serves_enough(probe: Probe) -> bool:
     return probe.served_verdict is Verdict.PASS
 
 
-def _ratio(edge: Edge, tolerance: float) -> float:
+def _ratio(edge: Edge) -> float:
     """From one end to the other, for a first stride."""
     holds, fails = edge
     if holds is None or fails is None or math.inf in edge:
         return 2.0
-    return max(1 + tolerance, fails / holds, holds / fails)
+    return max(fails / holds, holds / fails)
+
+
+def _at_length(said: str | None) -> str:
+    """How an answer was confirmed, or, where it is another one, what the probes `said`."""
+    how = f"over {LONGER} times as much of the load as a probe has, in other requests"
+    if said is None:
+        return f"Confirmed {how}."
+    return f"Measured {how}; the shorter probes said {said}."
+
+
+def _span(edge: Edge) -> str:
+    low, high = (
+        "not known" if end is None else "no limit" if end == NO_LIMIT else f"{end:g}" for end in edge
+    )
+    return f"{low} to {high}"
 
 
 def _limit(limit: float) -> str:

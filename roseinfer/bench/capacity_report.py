@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,15 @@ from roseinfer.bench.bracket import Edge
 from roseinfer.bench.capacity import NO_LIMIT, LimitSearch, RateSearch
 from roseinfer.bench.probe import WORDS, Probe
 from roseinfer.bench.recommend import Slo
-from roseinfer.bench.recommend_report import about_intervals
-from roseinfer.bench.verdicts import Row, aligned, interval_text, number_text
+from roseinfer.bench.recommend_report import (
+    about_intervals,
+    bounds_json,
+    finite,
+    percentile_cells,
+    percentile_columns,
+    percentiles_json,
+)
+from roseinfer.bench.verdicts import Row, aligned, number_text
 
 Search = RateSearch | LimitSearch
 
@@ -27,20 +33,16 @@ def lines(searches: Sequence[Search], goal: str, *, is_complete: bool) -> list[s
     probes = [probe for search in searches for probe in search.every]
     if not probes:
         return ["Nothing is known yet."]
-    columns = ["probe"]
-    columns += [
-        column
-        for judgement in probes[0].judgements
-        for column in (f"p{judgement.slo.percentile:g} {judgement.slo.metric} ms", "interval", "n")
-    ]
+    columns = ["probe", *percentile_columns(judgement.slo for judgement in probes[0].judgements)]
     columns += ["not served", "completed/s", "verdict"]
     table = aligned(columns, [_row(probe) for probe in probes])
-    simulated = sum(probe.is_simulated for probe in probes)
-    counts = f"{len(probes) - simulated} probes were measured, {simulated} were simulated."
-    if not simulated:
-        counts = f"{len(probes)} probes were measured."
+    simulated, long = (sum(getattr(p, kind) for p in probes) for kind in ("is_simulated", "is_long"))
+    counts = f"{len(probes) - simulated} probes were measured"
+    counts += f", {long} of them at length" if long else ""
+    counts += f", {simulated} were simulated." if simulated else "."
     if simulated == len(probes):
         counts = f"All {simulated} probes were simulated."
+    is_unconfirmed = searches[-1].is_answered and not (simulated == len(probes) or probes[-1].is_long)
     repeats = min(len(probe.offered) for probe in probes)
     return [
         *table,
@@ -48,19 +50,14 @@ def lines(searches: Sequence[Search], goal: str, *, is_complete: bool) -> list[s
         "",
         *([] if is_complete else ["What is known so far:"]),
         *searches[-1].sentences(goal),
+        *(["Not confirmed at length."] if is_unconfirmed else []),
         counts,
         f"Runs: {probes[-1].folder.parent}",
     ]
 
 
 def _row(probe: Probe) -> Row:
-    cells = [probe.name]
-    for judgement in probe.judgements:
-        cells += [
-            number_text(judgement.interval_ms.point),
-            interval_text(judgement.interval_ms, number_text),
-            str(judgement.n),
-        ]
+    cells = [probe.name, *percentile_cells(probe.judgements)]
     cells += [f"{100 * probe.not_served.point:.1f} %", number_text(probe.throughput)]
     cells.append(WORDS[probe.verdict] if probe.decides else "")
     return cells, "" if probe.invalid is None else f"INVALID: {probe.invalid}"
@@ -79,6 +76,7 @@ def to_json(searches: Sequence[Search], goal: str, *, is_complete: bool) -> dict
     else:
         answer["smallest_limit"], answer["largest_limit"] = _edge(last.smallest), _edge(last.largest)
         answer["possible"] = last.largest.holds is not None
+    answer["confirmed"] = last.prober.is_long and last.is_answered
     probes = [_probe(probe) for search in searches for probe in search.every]
     return {**answer, "sentences": last.sentences(goal), "probes": probes}
 
@@ -91,21 +89,11 @@ def _probe(probe: Probe) -> dict[str, Any]:
     return {
         "probe": probe.name,
         "simulated": probe.is_simulated,
+        "at_length": probe.is_long,
         "verdict": str(probe.verdict),
-        "percentiles": [
-            {"slo": str(judgement.slo), "n": judgement.n, **_bounds(judgement.interval_ms._asdict())}
-            for judgement in probe.judgements
-        ],
-        "not_served": _bounds(probe.not_served._asdict()),
-        "throughput": _finite(probe.throughput),
+        "percentiles": percentiles_json(probe.judgements),
+        "not_served": bounds_json(probe.not_served),
+        "throughput": finite(probe.throughput),
         "invalid": probe.invalid,
         "run": str(probe.folder),
     }
-
-
-def _bounds(interval: dict[str, float]) -> dict[str, float | None]:
-    return {name: _finite(value) for name, value in interval.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

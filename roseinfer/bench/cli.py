@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,14 @@ from typer.exceptions import TyperException
 
 from roseinfer.bench.calibrate_cli import calibration
 from roseinfer.bench.commands import with_flags
+from roseinfer.bench.engine_sizes import (
+    EngineSizes,
+    KvCacheTokens,
+    MaxBatchSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    engine_sizes,
+)
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.gate_cli import gate
 from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, read_toml
@@ -98,6 +107,10 @@ def plot(
             help="Also simulate the run with this cost model, and draw and say how far off that is.",
         ),
     ] = None,
+    max_batch_size: MaxBatchSize = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    kv_cache_tokens: KvCacheTokens = None,
+    max_model_len: MaxModelLen = None,
 ) -> None:
     """Draw the figures of a run (PNG, SVG, and the CSV behind each)."""
     from roseinfer.bench.session import draw_figures
@@ -105,19 +118,22 @@ def plot(
 
     if output_dir is not None:
         check_writable(output_dir)
+    sizes = engine_sizes(max_batch_size, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+    if sizes is not None and cost_model is None:
+        raise InputError("--max-batch-size", sizes.max_batch_size, "needs --cost-model, to predict with")
     folder = RunFolder.open(run)
-    errors = None if cost_model is None else _prediction_errors(folder, cost_model)
+    errors = None if cost_model is None else _prediction_errors(folder, cost_model, sizes)
     for path in draw_figures(folder, output_dir, explain=explain, prediction_errors=errors):
         print(path)
 
 
-def _prediction_errors(folder: RunFolder, cost_model: Path) -> pd.DataFrame:
+def _prediction_errors(folder: RunFolder, cost_model: Path, sizes: EngineSizes | None) -> pd.DataFrame:
     """Simulates a measured run, and says on stderr how far off that is: stdout has the names of files."""
     from roseinfer.bench.prediction import errors, verdict_lines
     from roseinfer.bench.resimulate import resimulated
     from roseinfer.sim.cost_model import CostModel
 
-    simulated = resimulated(folder, CostModel.read(cost_model))
+    simulated = resimulated(folder, CostModel.read(cost_model), sizes=sizes)
     found = errors(folder.read_requests(), simulated.requests)
     for line in [*verdict_lines(found), *[f"Note: {note}" for note in simulated.notes]]:
         print(line, file=sys.stderr)
@@ -208,15 +224,25 @@ def _finish(session: Session, *, reports: bool) -> None:
     try:
         summary = session.measure()
         session.print_results(out, reports=reports)
-        if options.json:
-            print(json.dumps(_json(session), indent=1, allow_nan=False), flush=True)
+        _print_json(session, is_interrupted=False)
         session.draw(out)
     except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt):  # nor does a second one wait for this
+            if session.conclude_interrupted():
+                session.print_results(out, reports=reports)
+                _print_json(session, is_interrupted=True)
         raise typer.Exit(_say(session.interruption(), EXIT_INTERRUPTED)) from None
     if not summary["completed"].sum():
         raise typer.Exit(EXIT_NOTHING)
     if not summary["valid"].all():
         raise typer.Exit(EXIT_INVALID)
+
+
+def _print_json(session: Session, *, is_interrupted: bool) -> None:
+    """If it was asked for."""
+    if session.experiment.options.json:
+        text = json.dumps({"interrupted": is_interrupted, **_json(session)}, indent=1, allow_nan=False)
+        print(text, flush=True)
 
 
 def _json(session: Session) -> dict[str, Any]:
@@ -236,7 +262,8 @@ def _json(session: Session) -> dict[str, Any]:
             {
                 "factors": dict(one.factors),
                 "qualifies": one.chosen is not None,
-                "max_inflight": None if one.chosen is None else one.chosen.limit,
+                "admission": None if one.chosen is None else one.chosen.limit,
+                "max_inflight": None if one.chosen is None else one.chosen.max_inflight,
                 "served_share": None if one.chosen is None else one.chosen.served_share,
                 "sentence": one.sentence(),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.measurement import Bench
@@ -10,13 +11,32 @@ from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import WorkloadSource
 from roseinfer.model_source import check_model_source
 
+if TYPE_CHECKING:
+    from roseinfer.engine import InferenceEngine
+
 
 def engine_bench(experiment: Experiment) -> Bench:
     """Loads the model. Raises ModelError where that cannot be, InputError for prompts that it cannot serve."""
+    return _bench(experiment, _load(experiment))
+
+
+class OneEngine:
+    """`engine_bench` for one experiment after another, of one model: it is loaded for the first of them."""
+
+    def __init__(self) -> None:
+        self._engine: InferenceEngine | None = None
+
+    def __call__(self, experiment: Experiment) -> Bench:
+        if self._engine is None:
+            self._engine = _load(experiment)
+        return _bench(experiment, self._engine)
+
+
+def _load(experiment: Experiment) -> InferenceEngine:
     from roseinfer.engine import InferenceEngine
 
     options = experiment.options
-    engine = InferenceEngine.from_pretrained(
+    return InferenceEngine.from_pretrained(
         experiment.model,
         device=options.device,
         dtype=options.dtype,
@@ -24,6 +44,9 @@ def engine_bench(experiment: Experiment) -> Bench:
         num_threads=options.num_threads,
         paged_attn=options.paged_attn,
     )
+
+
+def _bench(experiment: Experiment, engine: InferenceEngine) -> Bench:
     source = WorkloadSource(
         experiment,
         engine.make_tokenizer(),

@@ -9,15 +9,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.environment import public_text, public_url, public_words
-from roseinfer.bench.flag_values import LARGEST, check_spread, whole_numbers, wrong
-from roseinfer.bench.http_options import LIMIT_WORD
+from roseinfer.bench.flag_values import LARGEST, admissions, check_spread, whole_numbers, wrong
+from roseinfer.bench.http_options import ADMISSION_WORD, LIMIT_WORD
 from roseinfer.bench.load import Load, bursts_of, check_shape, load_of, rates_of
 from roseinfer.bench.load_options import DEFAULT_OUTPUT_LEN, DEFAULT_PROMPT_LEN
-from roseinfer.bench.options import DEVICES, DTYPES, NO_LIMIT, NOT_CONFIGURATION, RunOptions, is_url
+from roseinfer.bench.options import DEVICES, DTYPES, NOT_CONFIGURATION, RunOptions, is_url
 from roseinfer.bench.target_flags import check_target, unread
 from roseinfer.errors import InputError
 from roseinfer.model_source import local_path
+from roseinfer.waiting import EDF
 
 if TYPE_CHECKING:
     from roseinfer.bench.replay import Replay
@@ -47,26 +49,36 @@ DEFAULT_MODEL: Final = "builtin:gpt2"
 class Cell(NamedTuple):
     """One combination of factors, named as `records.FACTORS`.
 
-    None: no limit; no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
+    None: no bursts; lengths of --prompt, a trace or a replayed workload; no rate.
     """
 
-    max_inflight: int | None
+    admission: AdmissionSpec
     burst_size: int | None
     prompt_len: int | None
     output_len: int | None
     request_rate: float | None = None
 
     @property
+    def max_inflight(self) -> int | None:
+        """The bound on requests in flight, None where there is none that stands still."""
+        return self.admission.inflight
+
+    def at(self, admission: AdmissionSpec) -> Cell:
+        """The cell with this policy in place of its own."""
+        return self._replace(admission=admission)
+
+    @property
     def cell_id(self) -> str:
-        parts: dict[str, object] = {"inflight": self.max_inflight or "none", "burst": self.burst_size}
+        parts: dict[str, object] = {"burst": self.burst_size}
         parts |= {"prompt": self.prompt_len, "output": self.output_len}
         parts["rate"] = None if self.request_rate is None else f"{self.request_rate:g}"
-        return "-".join(f"{name}_{value}" for name, value in parts.items() if value is not None)
+        factors = [f"{name}_{value}" for name, value in parts.items() if value is not None]
+        return "-".join([self.admission.slug, *factors])
 
     @property
     def shape(self) -> Cell:
         """The cell without its limit: cells of one shape get the same requests at the same times."""
-        return self._replace(max_inflight=None)
+        return self.at(AdmissionSpec())
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,7 @@ class Experiment:
         Raises InputError naming flag and value.
         """
         o = options
-        limits = [
-            None if limit == 0 else limit
-            for limit in whole_numbers("max_inflight", o.max_inflight, least=0, hint=f" ({NO_LIMIT})")
-        ]
+        limits = admissions(o, given)
         for field, least in _LEAST.items():
             value = getattr(o, field)
             if value is not None and not least <= value <= LARGEST:
@@ -116,7 +125,7 @@ class Experiment:
             check_spread("prompt_len_dist", o, load.prompt_lengths, prompts)
             check_spread("output_len_dist", o, load.output_lengths, outputs)
             factors = itertools.product(bursts_of(o, load), prompts, outputs, rates_of(o, load))
-            shapes = tuple(Cell(None, *values) for values in factors)
+            shapes = tuple(Cell(AdmissionSpec(), *values) for values in factors)
             if o.load is None:
                 for shape in shapes:
                     check_shape(o, load, shape.burst_size, shape.request_rate)
@@ -127,13 +136,16 @@ class Experiment:
         experiment = cls(
             options=o,
             load=load,
-            cells=tuple(shape._replace(max_inflight=limit) for limit in limits for shape in shapes),
+            cells=tuple(shape.at(limit) for limit in limits for shape in shapes),
             slos=slos,
             goals=goals,
             metadata=metadata,
             trace=trace,
             replay=replay,
         )
+        if o.ttft_deadline is not None:
+            load.ttft_deadlines.check(o.ttft_deadline, experiment.class_names)
+        _check_order(o, limits, experiment.class_names)
         if o.load is None:
             return experiment
         from roseinfer.bench.load_share import at_load
@@ -186,6 +198,13 @@ class Experiment:
         return path.absolute().name if path.exists() else self.model
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of its requests, the highest first; empty where all are alike."""
+        if self.load.priority_mix is not None:
+            return self.load.priority_mix.names
+        return () if self.replay is None else self.replay.class_names
+
+    @property
     def warmup_runs(self) -> int:
         if self.options.warmup_runs is None:
             return 0 if self.is_http else 1
@@ -215,7 +234,8 @@ class Experiment:
     def server_of(self, cell: Cell) -> object:
         """Equal for cells that are run on one and the same server; of others than --target-cmd starts all are."""
         command = self.options.target_cmd
-        return cell.max_inflight if command is not None and LIMIT_WORD in command else None
+        is_set = command is not None and (LIMIT_WORD in command or ADMISSION_WORD in command)
+        return cell.admission if is_set else None
 
     def offered(self, cell: Cell) -> int | None:
         """Requests of a cell and repeat, as far as the flags alone say it."""
@@ -229,6 +249,15 @@ class Experiment:
         from roseinfer.bench.fit import check_fits
 
         check_fits(self, context_tokens, given_tokens=given_tokens, special_tokens=0, replay=self.replay)
+
+
+def _check_order(o: RunOptions, limits: list[AdmissionSpec], class_names: tuple[str, ...]) -> None:
+    """Raises InputError for an order of waiting that would be that of arrival, since nothing tells requests apart."""
+    if o.scheduling == EDF and o.ttft_deadline is None:
+        raise wrong("scheduling", o, "needs --ttft-deadline: without deadlines none is earlier")
+    lanes = [limit for limit in limits if limit.priority_age_s is not None]
+    if lanes and not class_names and not is_url(o.target):
+        raise InputError("--admission", str(lanes[0]), "needs --priority-mix: all requests are of one class")
 
 
 def _trace(o: RunOptions) -> Trace:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from roseinfer.bench.records import FACTORS, STEP_SCHEMA, TTFT_PARTS, Outcome, derive, flattened
+from roseinfer.bench.records import FACTORS, STEP_SCHEMA, TTFT_PARTS, Outcome, derive, flattened, rows_at
 from roseinfer.bench.stats import nearest_rank, percentile_label
 from roseinfer.bench.steady_state import steady_rows
 
@@ -26,6 +26,9 @@ WAITED_FOR: Final = {
 """What was going on while a request waited in the queue, and the words for it."""
 
 _SHOWN: Final = 0.005
+_RANKED: Final = "repeat request_index arrival burst_size scheduled_s outcome ttft_s".split()
+"""What it takes to find the p99: other columns are looked at around it only."""
+
 _MEMBER: Final = STEP_SCHEMA.field("members").type.value_type
 _NO_WAIT: Final = dict.fromkeys(WAITED_FOR, 0.0)
 
@@ -45,21 +48,21 @@ def explain(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     step_places = steps.groupby(["cell_id", "repeat"]).indices if len(steps) else {}
     rows = []
     for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
-        cell = requests.iloc[places]
+        cell = rows_at(requests, places).reset_index(drop=True)
         first = cell.iloc[0]
         row = {"cell_id": cell_id, **{factor: first[factor] for factor in FACTORS}}
-        derived = steady_rows(derive(cell))
-        completed = derived[(derived["outcome"] == Outcome.COMPLETED) & derived["ttft_s"].notna()]
+        steady = steady_rows(derive(cell, ["ttft_s"])[_RANKED])
+        completed = steady.loc[(steady["outcome"] == Outcome.COMPLETED) & steady["ttft_s"].notna(), "ttft_s"]
         n = len(completed)
         row |= {"n": n, "p99_ttft_ms": np.nan, "explained": 0}
         if n:
             middle = nearest_rank(99, n)
             lo = max(nearest_rank(98.5, n), middle - NEIGHBOURS)
             hi = min(nearest_rank(99.5, n), middle + NEIGHBOURS)
-            ordered = completed.sort_values("ttft_s", kind="stable")
-            around = ordered.iloc[lo - 1 : hi]
+            ordered = completed.sort_values(kind="stable")
+            around = derive(cell.loc[ordered.index[lo - 1 : hi]])
             row |= {
-                "p99_ttft_ms": 1e3 * ordered["ttft_s"].iloc[middle - 1],
+                "p99_ttft_ms": 1e3 * ordered.iloc[middle - 1],
                 "explained": len(around),
                 **_parts(around),
                 **_waits(around, cell_id, steps, step_places),
@@ -105,7 +108,7 @@ def _waits(
         places = step_places.get((cell_id, repeat))
         if places is None or rows["queue_wait_s"].isna().any():
             continue
-        found = steps.iloc[places]
+        found = rows_at(steps, places)
         if found["members"].notna().all():
             its_steps = _Steps(found.sort_values("exec_start_s"))
             starts_s = rows["first_scheduled_s"] - rows["queue_wait_s"]

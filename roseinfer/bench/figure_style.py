@@ -51,6 +51,10 @@ GREY: Final = "#777777"
 _PAGE_WIDTH_IN: Final = 14.0
 _MIN_WIDTH_IN: Final = 6.5
 _CAPTION_CHARS_PER_IN: Final = 19
+_LEGEND_ROW_IN: Final = 0.16
+_LEGEND_MARK_IN: Final = 0.5
+_LEGEND_CHAR_IN: Final = 0.062
+"""Room that a name in a legend needs: a row, a mark and what is around it, and a letter."""
 _LIMIT_COLOURS: Final = (ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)
 _LIMIT_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "p")
 
@@ -150,7 +154,9 @@ def dress(figure: Figure, title: str, marks: Sequence[Artist], caption: Caption,
     text = f"{facts}\nModel {caption.model} · {caption.machine} · run {caption.run_id}"
     width_chars = int(_CAPTION_CHARS_PER_IN * figure.get_figwidth())
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width_chars)]
-    head_in = 0.32 + (0.25 if marks else 0)
+    columns = _legend_columns([str(mark.get_label()) for mark in marks], figure.get_figwidth())
+    legend_rows = -(-len(marks) // columns)
+    head_in = 0.32 + (0.25 if marks else 0) + _LEGEND_ROW_IN * max(0, legend_rows - 1)
     foot_in = 0.1 + 0.13 * len(lines)
     height_in = figure.get_figheight() + head_in + foot_in
     figure.set_figheight(height_in)
@@ -165,7 +171,7 @@ def dress(figure: Figure, title: str, marks: Sequence[Artist], caption: Caption,
             handles=marks,
             loc="upper left",
             bbox_to_anchor=corner,
-            ncols=len(marks),
+            ncols=columns,
             borderaxespad=0,
             borderpad=0,
         )
@@ -179,6 +185,14 @@ def dress(figure: Figure, title: str, marks: Sequence[Artist], caption: Caption,
         linespacing=1.35,
         parse_math=False,  # a "$" in a name would start a formula
     )
+
+
+def _legend_columns(labels: Sequence[str], width_in: float) -> int:
+    """As many as fit side by side, at least one."""
+    widths_in = [_LEGEND_MARK_IN + _LEGEND_CHAR_IN * len(label) for label in labels]
+    if sum(widths_in) <= width_in:
+        return max(1, len(labels))
+    return max(1, int(width_in / max(widths_in)))
 
 
 def printable(text: str) -> str:

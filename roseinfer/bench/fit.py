@@ -39,9 +39,7 @@ def check_fits(
         return
     if experiment.options.prompt is not None and given_tokens is None:
         return
-    for cell in {
-        cell._replace(max_inflight=None, burst_size=None, request_rate=None) for cell in experiment.cells
-    }:
+    for cell in {cell.shape._replace(burst_size=None, request_rate=None) for cell in experiment.cells}:
         is_traced = cell.output_len is None or (cell.prompt_len is None and given_tokens is None)
         if experiment.trace is not None and is_traced:
             _check_trace(experiment, experiment.trace, cell, context_tokens, given_tokens or 0, least)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from roseinfer.bench.options import RunOptions, flag
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
+from roseinfer.bench.options import NO_LIMIT, RunOptions, flag
 from roseinfer.errors import InputError
 
 LARGEST: Final = 2**31 - 1
@@ -39,6 +40,21 @@ def whole_numbers(field: str, text: str, *, least: int, most: int = LARGEST, hin
             raise InputError(flag(field), text, f"names {number} twice")
         numbers.append(number)
     return numbers
+
+
+def admissions(o: RunOptions, given: Collection[str]) -> list[AdmissionSpec]:
+    """The limits that --admission or --max-inflight asks for, in that order. Raises InputError for both together."""
+    if o.admission is None:
+        counts = whole_numbers("max_inflight", o.max_inflight, least=0, hint=f" ({NO_LIMIT})")
+        return [AdmissionSpec(count or None) for count in counts]
+    if "max_inflight" in given:
+        why = f"contradicts --max-inflight {o.max_inflight}, which is short for inflight:N"
+        raise wrong("admission", o, why)
+    limits = [parse_admission(text, "--admission") for text in o.admission.split(",")]
+    for number, limit in enumerate(limits):
+        if limit in limits[:number]:
+            raise wrong("admission", o, f"names {limit} twice")
+    return limits
 
 
 def rates(field: str, text: str, what: str = "requests per second") -> list[float]:

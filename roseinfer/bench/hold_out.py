@@ -9,7 +9,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.calibration import MeasuredRun, calibrate, predicted_step_s
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.stats import percentiles
 from roseinfer.errors import InputError
@@ -50,10 +52,10 @@ class Trial:
         }
 
 
-def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
-    """Holds out a `share` of all cells.
+def try_out(runs: Sequence[MeasuredRun], share: float, seed: int, sizes: EngineSizes | None = None) -> Trial:
+    """Holds out a `share` of all cells. `sizes` are those of the server that was measured, if it was one.
 
-    Raises InputError("--hold-out", ...) where there is only one, and for servers, which cannot be simulated alike.
+    Raises InputError("--hold-out", ...) where there is only one cell, or nobody says the sizes of a server.
     """
     from roseinfer.bench.prediction import errors
     from roseinfer.bench.resimulate import predicted
@@ -61,8 +63,11 @@ def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
     cells = pd.concat([run.cells().assign(run=number) for number, run in enumerate(runs)], ignore_index=True)
     if len(cells) < 2:
         raise InputError("--hold-out", f"{share:g}", "there is only one cell: --hold-out none fits to it")
-    if any(run.is_remote for run in runs):
-        why = "a server does not say how large its batches are, to predict its cells: --hold-out none fits to all"
+    if sizes is None and any(run.is_remote for run in runs):
+        why = (
+            "a server does not say how large its batches are, to predict its cells: --max-batch-size N does, and"
+            " --hold-out none fits to all"
+        )
         raise InputError("--hold-out", f"{share:g}", why)
     as_they_bind = pd.concat([_as_limits_bind(run) for run in runs], ignore_index=True)
     if len(as_they_bind.drop_duplicates()) < 2:
@@ -76,7 +81,7 @@ def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
     )
     model = calibrate([run for run in fitted if not run.steps.empty])
     found = [
-        errors(run.requests, predicted(run.folder, model, cells=set(run.requests["cell_id"])))
+        errors(run.requests, predicted(run.folder, model, cells=set(run.requests["cell_id"]), sizes=sizes))
         for run in held_out
         if not run.requests.empty
     ]
@@ -93,12 +98,15 @@ def try_out(runs: Sequence[MeasuredRun], share: float, seed: int) -> Trial:
 
 
 def _as_limits_bind(run: MeasuredRun) -> pd.DataFrame:
-    """The FACTORS of the run's cells, without the limits of those that had no more requests than that."""
+    """The FACTORS of the run's cells, without the bounds on requests where there were no more than that."""
     cells = run.cells()
     counts = run.requests.groupby(["cell_id", "repeat"], observed=True).size()
     most = cells["cell_id"].map(counts.groupby("cell_id", observed=True).max())
-    limit = cells["max_inflight"].astype("Float64")
-    return cells[list(FACTORS)].assign(max_inflight=limit.where((limit < most).fillna(False)))
+    limits = [
+        spec._replace(inflight=None) if spec.inflight is not None and spec.inflight >= count else spec
+        for spec, count in zip(map(parse_admission, cells["admission"]), most, strict=True)
+    ]
+    return cells[list(FACTORS)].assign(admission=list(map(str, limits)))
 
 
 def choose(cells: pd.DataFrame, share: float, seed: int) -> list[int]:

@@ -10,10 +10,10 @@ import typer
 from roseinfer.bench.load_options import whole_option
 
 APIS: Final = ("completions", "chat")
-RETRIES: Final = ("none", "immediate", "exponential", "retry-after")
 BUILTIN_TOKENIZER: Final = "builtin"
 LIMIT_WORD: Final = "{max_inflight}"
-"""Stands for the limit in --target-cmd."""
+ADMISSION_WORD: Final = "{admission}"
+"""These stand for the limit in --target-cmd: its number of requests, or all of it as --admission takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,11 @@ class HttpOptions:
         typer.Option(
             metavar="'CMD ...'",
             help="Starts the server that is measured, without a shell, and stops it. {max_inflight} stands for the"
-            " limit, {port} for that of --target; what is in [[ ]] is left out where there is no limit:"
+            " limit, {admission} for one of another kind, {port} for that of --target; what is in [[ ]] is left out"
+            " where there is no limit:"
             " 'vllm serve M --port {port} [[--max-num-seqs {max_inflight}]]'.",
         ),
     ] = None
-    retry: Annotated[
-        str,
-        typer.Option(
-            help="What the client does with a request that a server refused: none, immediate, exponential (full"
-            " jitter) or retry-after (the same, not before the server's Retry-After)."
-        ),
-    ] = "none"
     client_workers: Annotated[
         int,
         whole_option(help="Processes that send to a server and share the load; one does thousands a second."),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
 import pandas as pd
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.records import FACTORS
-from roseinfer.bench.summary import limit_label
+from roseinfer.bench.summary import admission_places, limit_label
 
-NO_LIMIT: Final = limit_label(None)
+NO_LIMIT: Final = AdmissionSpec().label
 _FACTOR_TEXT: Final = {
     "burst_size": "burst of {}",
     "prompt_len": "prompt of {} tokens",
@@ -22,15 +24,15 @@ _FACTOR_TEXT: Final = {
 def label_cells(frame: pd.DataFrame, factors: Sequence[str] = FACTORS[1:]) -> pd.DataFrame:
     """`frame` with the columns `limit` and `combination`, both text, and its rows in the order of drawing.
 
-    `limit` is "no limit" where `max_inflight` is null, and sorts last. `combination` names the values of
-    those `factors` that vary ("" if none does). `frame` needs the columns `max_inflight` and `factors`.
+    `limit` is what `admission` bounds: "16", "tokens 4096", or "no limit", which sorts last. `combination` names the
+    values of those `factors` that vary ("" if none does). `frame` needs the columns `admission` and `factors`.
     """
     swept = [factor for factor in factors if frame[factor].nunique(dropna=False) > 1]
-    ordered = frame.sort_values([*factors, "max_inflight"], kind="stable")
-    cells = ordered[[*swept, "max_inflight"]].drop_duplicates()
+    ordered = frame.sort_values([*factors, "admission"], key=admission_places, kind="stable")
+    cells = ordered[[*swept, "admission"]].drop_duplicates()
     names = pd.DataFrame(
         {
-            "limit": [limit_label(value) for value in cells["max_inflight"]],
+            "limit": [limit_label(value) for value in cells["admission"]],
             "combination": [
                 ", ".join(
                     _FACTOR_TEXT[factor].format(factor_text(value))
@@ -41,7 +43,7 @@ def label_cells(frame: pd.DataFrame, factors: Sequence[str] = FACTORS[1:]) -> pd
         },
         index=pd.MultiIndex.from_frame(cells),
     )
-    place = names.index.get_indexer(pd.MultiIndex.from_frame(ordered[[*swept, "max_inflight"]]))
+    place = names.index.get_indexer(pd.MultiIndex.from_frame(ordered[[*swept, "admission"]]))
     named = names.iloc[place]
     return ordered.assign(limit=named["limit"].to_numpy(), combination=named["combination"].to_numpy())
 
@@ -62,13 +64,17 @@ def tidy_cells(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def limit_title(limit: str) -> str:
-    return limit if limit == NO_LIMIT else f"limit {limit}"
+    return f"limit {limit}" if limit.isdecimal() else limit
 
 
 def limits_of(labelled: pd.DataFrame) -> list[str]:
-    """The limits of a frame from `label_cells`, ascending, "no limit" last."""
-    found = set(labelled["limit"])
-    return sorted(found - {NO_LIMIT}, key=int) + [NO_LIMIT] * (NO_LIMIT in found)
+    """The limits of a frame from `label_cells`: of requests, of tokens, of both, each ascending; "no limit" last."""
+    return sorted(set(labelled["limit"]), key=_place)
+
+
+def _place(limit: str) -> tuple[bool, bool, int, list[int]]:
+    numbers = [int(number) for number in re.findall(r"\d+", limit)]
+    return limit == NO_LIMIT, "tokens" in limit, len(numbers), numbers
 
 
 def factor_text(value: float | None) -> str:

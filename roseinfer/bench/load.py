@@ -23,6 +23,14 @@ from roseinfer.bench.flag_values import (
 )
 from roseinfer.bench.load_options import ARRIVALS, DEFAULT_BURST_SIZE
 from roseinfer.bench.options import RunOptions, is_url
+from roseinfer.bench.priorities import (
+    NO_DEADLINES,
+    PriorityMix,
+    TtftDeadlines,
+    parse_deadlines,
+    parse_mix,
+)
+from roseinfer.bench.retries import LEAST_BUDGET, RETRIES, RetryPolicy
 
 CLOSED: Final = "closed"
 """What the records call the arrivals of a closed loop; the other names are `load_options.ARRIVALS`."""
@@ -46,6 +54,7 @@ _POSITIVE: Final = (
     "burstiness",
     "ramp",
     "timeout",
+    "per_try_timeout",
     "time_scale",
     "length_scale",
 )
@@ -86,6 +95,7 @@ class Load:
     ramp_s: float | None = None
     max_concurrency: int | None = None
     timeout_s: float | None = None
+    retries: RetryPolicy = RetryPolicy()  # noqa: RUF009 (it cannot change)
     trace: Path | None = None
     time_scale: float = 1.0
     length_scale: float = 1.0
@@ -93,6 +103,8 @@ class Load:
     prompt_lengths: Lengths = FIXED
     output_lengths: Lengths = FIXED
     prefix_tokens: int = 0
+    priority_mix: PriorityMix | None = None
+    ttft_deadlines: TtftDeadlines = NO_DEADLINES
     workload: Path | None = None
 
     @property
@@ -136,6 +148,7 @@ def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool 
         )
     if o.ramp is not None and o.duration is not None and o.ramp >= o.duration:
         raise wrong("ramp", o, f"must be shorter than --duration {o.duration:g}")
+    timeout_s = SERVER_TIMEOUT_S if o.timeout is None and is_url(o.target) else o.timeout
     return Load(
         arrival=arrival,
         num_requests=o.num_requests,
@@ -144,7 +157,8 @@ def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool 
         burstiness=o.burstiness,
         ramp_s=o.ramp,
         max_concurrency=o.max_concurrency,
-        timeout_s=SERVER_TIMEOUT_S if o.timeout is None and is_url(o.target) else o.timeout,
+        timeout_s=timeout_s,
+        retries=_retries(o, timeout_s),
         trace=o.trace,
         time_scale=o.time_scale,
         length_scale=o.length_scale,
@@ -152,8 +166,19 @@ def load_of(o: RunOptions, given: Collection[str], *, replays_closed_loop: bool 
         prompt_lengths=parse_lengths("--prompt-len-dist", o.prompt_len_dist),
         output_lengths=parse_lengths("--output-len-dist", o.output_len_dist),
         prefix_tokens=o.prefix_len,
+        priority_mix=None if o.priority_mix is None else parse_mix(o.priority_mix),
+        ttft_deadlines=_deadlines(o),
         workload=o.workload,
     )
+
+
+def _deadlines(o: RunOptions) -> TtftDeadlines:
+    if o.ttft_deadline is None:
+        return NO_DEADLINES
+    if is_url(o.target):
+        why = "a server's API takes no deadline: start it with --admission queue-timeout:2s, or use --timeout"
+        raise wrong("ttft_deadline", o, why)
+    return parse_deadlines(o.ttft_deadline)
 
 
 def bursts_of(o: RunOptions, load: Load) -> list[int] | list[None]:
@@ -215,7 +240,7 @@ def _arrival(o: RunOptions, asked: Collection[str], replays_closed_loop: bool) -
         _refuse(
             o,
             asked,
-            ("arrival", "num_requests", "trace", *_OF_ARRIVALS, *_OF_TRACES, *_OF_LENGTHS),
+            ("arrival", "num_requests", "trace", "priority_mix", *_OF_ARRIVALS, *_OF_TRACES, *_OF_LENGTHS),
             "--workload",
         )
         if not replays_closed_loop:
@@ -275,6 +300,19 @@ def _usual_arrival(o: RunOptions) -> str:
         return "poisson"
     is_closed = o.max_concurrency is not None and o.burst_size is None and o.burst_interval is None
     return CLOSED if is_closed else "burst"
+
+
+def _retries(o: RunOptions, timeout_s: float | None) -> RetryPolicy:
+    if o.retry not in RETRIES:
+        raise wrong("retry", o, f"must be {', '.join(RETRIES)}")
+    for field in ("retry_budget", "per_try_timeout"):
+        if o.retry == "none" and getattr(o, field) is not None:
+            raise wrong(field, o, "needs --retry")
+    if o.retry_budget is not None and not LEAST_BUDGET <= o.retry_budget <= 1:
+        raise wrong("retry_budget", o, f"must be a number from {LEAST_BUDGET:g} to 1")
+    if o.per_try_timeout is not None and timeout_s is not None and o.per_try_timeout >= timeout_s:
+        raise wrong("per_try_timeout", o, f"must be shorter than --timeout {timeout_s:g}")
+    return RetryPolicy(o.retry, o.retry_budget, o.per_try_timeout)
 
 
 def _check_end(o: RunOptions, arrival: str | None) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from roseinfer.bench.retries import BUDGET_RESERVE, MOST_TRIES
+
 DEFAULT_BURST_SIZE: Final = 128
 DEFAULT_PROMPT_LEN: Final = 32
 DEFAULT_OUTPUT_LEN: Final = 4
@@ -78,6 +80,23 @@ class LoadOptions:
         str, typer.Option(metavar="DIST", help="How they vary, as for --prompt-len-dist.")
     ] = "fixed"
 
+    priority_mix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="high:0.1,low:0.9",
+            help="Classes of requests, the highest first, and the share of each. A server gets a request's class as the"
+            " whole number `priority`, 0 for the first.",
+        ),
+    ] = None
+    ttft_deadline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="2s",
+            help="How long after it was sent a request's first token is of use, also by class, high:250ms,low:5s; what"
+            " cannot make it is dropped from the queue. Not for a server.",
+        ),
+    ] = None
+
     arrival: Annotated[
         str | None,
         typer.Option(
@@ -145,6 +164,27 @@ class LoadOptions:
         decimal_option(
             help="Seconds from its sending after which the client gives a request up. Default: 600 for a server, else"
             " never."
+        ),
+    ] = None
+    retry: Annotated[
+        str,
+        typer.Option(
+            help="What the client does with a request that was refused: none, immediate, exponential (full jitter) or"
+            f" retry-after (the same, not before what the refusal asks for); at most {MOST_TRIES} tries."
+        ),
+    ] = "none"
+    retry_budget: Annotated[
+        float | None,
+        decimal_option(
+            help="Retries per request sent, over all requests of the client, such as 0.1; it starts with"
+            f" {BUDGET_RESERVE} and saves up no more. Default: no budget."
+        ),
+    ] = None
+    per_try_timeout: Annotated[
+        float | None,
+        decimal_option(
+            help="Seconds after which the client gives one try up, to try again as --retry has it; --timeout counts"
+            " over all tries."
         ),
     ] = None
     trace: Annotated[

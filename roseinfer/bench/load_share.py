@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, vary
@@ -72,7 +73,7 @@ def _lengths(
 
     They are even draws of a far larger sample, whatever the seed of the run is, so that no luck is in their mean.
     """
-    cell = Cell(None, None, *lengths)
+    cell = Cell(AdmissionSpec(), None, *lengths)
     if not vary(experiment.load):
         prompts, outputs = asked_lengths(experiment, cell, n, 0, 0)
         return prompts.tolist(), outputs.tolist()

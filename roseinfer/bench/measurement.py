@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.environment import describe_environment
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.records import HTTP
-from roseinfer.bench.rows import CellResult
+from roseinfer.bench.rows import CellInterrupted, CellResult
 from roseinfer.bench.sim_target import RowTaker, SimTarget
 from roseinfer.bench.stats import PERCENTILE_METHOD
 from roseinfer.bench.store import CellKey, RunFolder
 from roseinfer.bench.summary import SUMMARY_SCHEMA, sort_cells, summarise
+from roseinfer.bench.termination import held
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
+
+UNUSED: Final = (
+    "status_code prompt_tokens finish_reason inflight_at_send waiting_at_send chunk_tokens"
+).split()
+"""Columns of requests that no figure is made of."""
 
 
 class Target(Protocol):
@@ -102,7 +109,7 @@ def order(experiment: Experiment) -> list[list[Cell]]:
 def manifest(
     experiment: Experiment,
     model: Mapping[str, Any],
-    workload: pd.DataFrame,
+    workload: Iterable[pd.DataFrame],
     workload_notes: Sequence[str],
     command: str,
     environment: Mapping[str, object] | None = None,
@@ -139,7 +146,7 @@ def warm_up_bursts(experiment: Experiment, source: WorkloadSource) -> Iterator[t
     size = min(2 * limit, experiment.load.max_concurrency or 2 * limit)
     for run in range(experiment.warmup_runs):
         for shape in dict.fromkeys(cell.shape for cell in experiment.cells):
-            yield shape._replace(max_inflight=limit), _first_at_once(source.draw(shape, WARM_UP + run), size)
+            yield shape.at(AdmissionSpec(limit)), _first_at_once(source.draw(shape, WARM_UP + run), size)
 
 
 def warm_up(experiment: Experiment, target: Target, source: WorkloadSource, progress: Progress) -> None:
@@ -167,7 +174,11 @@ def _first_at_once(workload: Workload, most: int) -> Workload:
 
 
 def measure(experiment: Experiment, folder: RunFolder, progress: Progress, run_cells: RunCells) -> None:
-    """Measures what is not on disk yet. Interrupted at any moment, it loses at most the cells that are running."""
+    """Measures what is not on disk yet.
+
+    Interrupted at any moment, it loses at most the cells that are running; of one against a server or an engine of this
+    process it keeps what there is, to be measured anew.
+    """
     finished = folder.finished_cells()
     blocks = order(experiment)
     total = sum(map(len, blocks))
@@ -196,8 +207,14 @@ def run_and_save(run: CellRun, bench: Bench, folder: RunFolder) -> None:
     if isinstance(bench.target, SimTarget):
         with folder.cell(*run.key) as writer:  # what a simulation leaves may be larger than memory
             writer.facts = record(run, bench, writer)
-    else:
-        save(run, run_cell(run, bench), folder)
+        return
+    with held():  # a signal that comes when all is measured waits until it is saved
+        try:
+            recorded = run_cell(run, bench)
+        except CellInterrupted as interrupted:
+            save(run, _recorded(interrupted.result), folder)
+            raise
+        save(run, recorded, folder)
 
 
 def run_cell(run: CellRun, bench: Bench) -> Recorded:
@@ -212,12 +229,21 @@ def record(run: CellRun, bench: Bench, taker: RowTaker) -> dict[str, Any]:
     if isinstance(target, SimTarget):
         facts, notes = target.record(run.cell, source.blocks(run.cell.shape, run.repeat), taker)
         return {**facts.to_json(), **notes}
-    result = target.run(run.cell, source.draw(run.cell.shape, run.repeat))
+    return _take(target.run(run.cell, source.draw(run.cell.shape, run.repeat)), taker)
+
+
+def _take(result: CellResult, taker: RowTaker) -> dict[str, Any]:
     taker.add("requests", result.requests)
     taker.add("steps", result.steps)
     if result.attempts is not None:
         taker.add("attempts", result.attempts)
     return {**result.facts.to_json(), **result.notes}
+
+
+def _recorded(result: CellResult) -> Recorded:
+    recorded = Recorded()
+    recorded.facts = _take(result, recorded)
+    return recorded
 
 
 def save(run: CellRun, recorded: Recorded, folder: RunFolder) -> None:
@@ -227,8 +253,11 @@ def save(run: CellRun, recorded: Recorded, folder: RunFolder) -> None:
         writer.facts = recorded.facts
 
 
-def conclude(folder: RunFolder, workload: pd.DataFrame) -> pd.DataFrame:
-    """Summarises a run whose cells are all measured, compacts its files, and returns the summary."""
+def conclude(folder: RunFolder, workload: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Summarises a run whose cells are all measured, compacts its files, and returns the summary.
+
+    `workload` is its table, in parts.
+    """
     summary = summary_of(folder)
     folder.compact(summary, workload)
     folder.mark_done()
@@ -248,7 +277,7 @@ def summary_of(folder: RunFolder) -> pd.DataFrame:
     manifest = folder.manifest
     return sort_cells(
         summarise(
-            folder.read_requests(),
+            folder.read_requests(without=UNUSED),
             facts,
             seed=int(manifest["seed"]),
             max_error_share=float(manifest["configuration"]["max-error-share"]),

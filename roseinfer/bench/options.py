@@ -16,6 +16,7 @@ import typer
 from roseinfer.bench.http_options import HttpOptions
 from roseinfer.bench.load_options import LoadOptions, decimal_option, whole_option
 from roseinfer.errors import InputError
+from roseinfer.waiting import FCFS, SCHEDULINGS
 
 NO_LIMIT: Final = "0 means no limit"
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -55,7 +56,11 @@ class RunOptions(LoadOptions, HttpOptions):
     ] = "engine"
     cost_model: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON of the seconds that a step of the simulated engine takes."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON of the seconds that a step takes: of the simulated engine, or of the real one for those policies"
+            " of --admission that weigh what a request will cost.",
+        ),
     ] = None
 
     no_token_times: Annotated[
@@ -74,6 +79,22 @@ class RunOptions(LoadOptions, HttpOptions):
             help=f"Admission limit: waiting + running + unread requests; {NO_LIMIT}.",
         ),
     ] = "0"
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="The same in full, inflight:N, or another policy: tokens:N (a budget of prompt + new tokens over all"
+            " in flight), slo:ttft=250ms, queue-timeout:2s, codel:target=50ms:interval=500ms, aimd, gradient, priority;"
+            " several joined with +; none is no limit.",
+        ),
+    ] = None
+    scheduling: Annotated[
+        str,
+        typer.Option(
+            help=f"Order of those who wait: {', '.join(SCHEDULINGS[:-1])} or {SCHEDULINGS[-1]} (submission, shortest"
+            " prefill with ageing, earliest deadline)."
+        ),
+    ] = FCFS
     max_active_requests: Annotated[int | None, whole_option(help="Requests that run at a time.")] = None
     max_batch_size: Annotated[int, whole_option(help="Requests in one step of the engine.")] = 32
     max_num_batched_tokens: Annotated[
@@ -171,7 +192,15 @@ class SweepOptions(RunOptions):
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and end.")] = False
 
 
-SWEPT: Final = ("max_inflight", "burst_size", "prompt_len", "max_new_tokens", "request_rate", "load")
+SWEPT: Final = (
+    "max_inflight",
+    "admission",
+    "burst_size",
+    "prompt_len",
+    "max_new_tokens",
+    "request_rate",
+    "load",
+)
 """Fields that take comma lists."""
 
 NOT_CONFIGURATION: Final = frozenset(

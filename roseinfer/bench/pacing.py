@@ -61,6 +61,21 @@ def check_pacing(requests: pd.DataFrame) -> list[str]:
     )
 
 
+def check_reading(requests: pd.DataFrame, p99_read_lag_s: float | None) -> list[str]:
+    """Was what came read in time? As late as a send may be, a read may be: both are in every latency.
+
+    `p99_read_lag_s` is a bound on what a client knows, which None is where it knows nothing.
+    """
+    if p99_read_lag_s is None:
+        return []
+    ttft_s = (requests["received_first_s"] - requests["scheduled_s"]).to_numpy(dtype=np.float64)
+    allowed_s = _allowed_lag_s(ttft_s)
+    if not p99_read_lag_s > allowed_s:
+        return []
+    late = f"p99 of what came was read up to {_ms(p99_read_lag_s)} late, more than {_ms(allowed_s)}"
+    return [f"{late}: the client was the bottleneck (--client-workers)"]
+
+
 def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
     """A burst of B on an idle server, with no slot freed meanwhile, is refused max(0, B - limit) times.
 
@@ -84,9 +99,12 @@ def check_burst_law(requests: pd.DataFrame, limit: int | None) -> list[str]:
 def slots_freed_during_burst(requests: pd.DataFrame) -> int | None:
     """How many slots came free before the last request of a burst had asked for one, summed over the bursts.
 
-    None where that question has no meaning: arrivals that are no burst, or nothing that asked for a slot.
+    None where that question has no meaning: arrivals that are no burst, nothing that asked for a slot, or some that
+    asked again.
     Only where it is 0 does the number of refusals follow from the limit alone.
     """
+    if (requests["attempts"] > 1).any():
+        return None
     bursts = _bursts(requests)
     return int(bursts.freed_during.sum()) if bursts.asked.size else None
 
@@ -110,7 +128,8 @@ def _bursts(requests: pd.DataFrame) -> _Bursts:
         requests[f"{stage}_s"].to_numpy(dtype=np.float64)
         for stage in ("scheduled", "sent", "reserved", "admitted", "rejected", "released")
     )
-    asked_s = np.fmax(reserved_s, rejected_s)
+    is_refused = np.isnan(reserved_s)  # not what was dropped later, from the queue
+    asked_s = np.where(is_refused, rejected_s, reserved_s)
     # The stamp of a reservation lies before it, what came of it after: a release between the two may have come first.
     answered_s = np.fmax(asked_s, admitted_s)
     members = _are_at_once(requests) & ~np.isnan(asked_s)
@@ -123,7 +142,7 @@ def _bursts(requests: pd.DataFrame) -> _Bursts:
     asked_before = np.searchsorted(asks, start_s, "left")
     return _Bursts(
         asked,
-        rejects=np.bincount(which[~np.isnan(rejected_s[members])], minlength=due_s.size),
+        rejects=np.bincount(which[is_refused[members]], minlength=due_s.size),
         inflight_before=np.searchsorted(taken, start_s, "left") - freed_before,
         freed_during=np.searchsorted(freed, end_s, "right") - freed_before,
         strangers=np.searchsorted(asks, end_s, "right") - asked_before - asked,
@@ -170,12 +189,16 @@ def _latest_of_few(lag_s: NDArray[np.float64], apart: NDArray[np.bool_]) -> NDAr
 def _lag(lag_s: NDArray[np.float64], ttft_s: NDArray[np.float64]) -> list[str]:
     """Of few, the largest lag but that of the latest, which is not among them."""
     largest_s = percentile(lag_s, 99)
-    allowed_s = float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
+    allowed_s = _allowed_lag_s(ttft_s)
     if not largest_s > allowed_s:
         return []
     is_few = lag_s.size < _FEWEST_WITH_P99
     said = f"send lag up to {_ms(largest_s)} (n={lag_s.size})" if is_few else f"p99 send lag {_ms(largest_s)}"
     return [f"{said}, more than {_ms(allowed_s)}: the sender fell behind"]
+
+
+def _allowed_lag_s(ttft_s: NDArray[np.float64]) -> float:
+    return float(np.fmax(_SEND_LAG_S, _SEND_LAG_SHARE_OF_TTFT * percentile(ttft_s, 99)))
 
 
 def _span(due_s: NDArray[np.float64], sent_s: NDArray[np.float64]) -> list[str]:

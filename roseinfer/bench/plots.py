@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from roseinfer.bench.explain_figure import draw_explain, explain_figure_data
 from roseinfer.bench.figure_style import Caption, save
+from roseinfer.bench.forecast_figure import draw_forecast, forecast_figure_data
 from roseinfer.bench.gantt import draw_gantt, gantt_data
 from roseinfer.bench.heat_map import draw_heat_map, heat_map_data
 from roseinfer.bench.load_curve import draw_load_curve, load_curve_data
@@ -24,6 +25,7 @@ from roseinfer.bench.prediction_figure import draw_prediction, prediction_figure
 from roseinfer.bench.records import HTTP
 from roseinfer.bench.strips import draw_p99, draw_throughput, points_data
 from roseinfer.bench.timeline import draw_timeline, timeline_data
+from roseinfer.bench.who_is_refused import draw_who_is_refused, who_is_refused_data
 from roseinfer.errors import RunError
 
 _MOST_OF_A_KIND: Final = 6
@@ -38,14 +40,16 @@ def draw_all(
     folder: Path,
     *,
     steps: pd.DataFrame | None = None,
+    workload: pd.DataFrame | None = None,
     prediction_errors: pd.DataFrame | None = None,
 ) -> list[Path]:
     """Draw every figure that the run can carry into `folder`: a PNG, an SVG and the CSV behind them.
 
     `requests` holds rows of REQUEST_SCHEMA, `summary` one row per cell and repeat and a pooled one per cell
-    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained),
-    `prediction_errors` those of `prediction.errors` (None: nothing was predicted). Returns the files in the order of
-    writing. Raises RunError if `folder` cannot be written.
+    (`repeat` null), `steps` rows of STEP_SCHEMA (None, and for a server: the p99 is not explained), `workload` all that
+    was to be sent (None: nobody knows the prompts of refused requests), `prediction_errors` those of
+    `prediction.errors` (None: nothing was predicted). Returns the files in the order of writing. Raises RunError if
+    `folder` cannot be written.
     """
     points = points_data(summary)
     figures: list[_FigureOf] = [
@@ -53,7 +57,9 @@ def draw_all(
         ("ttft_nines", nines_data(requests), draw_nines),
         ("throughput_vs_limit", points, draw_throughput),
         *_one_each("burst_gantt", gantt_data(requests), draw_gantt),
-        *_one_each("timeline", timeline_data(requests), draw_timeline),
+        *_one_each("timeline", timeline_data(requests, steps), draw_timeline),
+        *_one_each("who_is_refused", who_is_refused_data(requests, workload), draw_who_is_refused),
+        *_one_each("predicted_ttft", forecast_figure_data(requests), draw_forecast),
         ("p99_heat_map", heat_map_data(summary), draw_heat_map),
         ("load_curve", load_curve_data(summary), draw_load_curve),
     ]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.recommend import Evidence, Recommendation, Slo, best, recommend
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.resimulate import at_limits
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import limit_label
+from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import CostModel
 
 BETWEEN: Final = 3
@@ -66,14 +69,37 @@ def limits_between(limits: Sequence[int | None], peak_inflight: int) -> list[int
     return sorted(found - set(tried))
 
 
+def peak_without_limit(facts: Iterable[Mapping[str, Any]]) -> int:
+    """The most that was in flight where there was no limit, from the facts of all cells.
+
+    A server does not say it; its clients know what they had outstanding.
+    """
+    unlimited = [cell for cell in facts if cell["limit"] is None]
+    peaks = [cell["peak_inflight"] or cell.get("peak_outstanding") for cell in unlimited]
+    return max([1, *(int(peak) for peak in peaks if peak is not None)])
+
+
 def predictions(
-    folder: RunFolder, model: CostModel, measured: Sequence[Recommendation], slos: Sequence[Slo], *, seed: int
+    folder: RunFolder,
+    model: CostModel,
+    measured: Sequence[Recommendation],
+    slos: Sequence[Slo],
+    *,
+    seed: int,
+    sizes: EngineSizes | None = None,
 ) -> list[Prediction]:
-    """One for each of `measured`, in their order. Raises InputError where the run cannot be simulated."""
-    limits = list(dict.fromkeys(one.limit for found in measured for one in found.evidence))
-    unlimited = [facts["peak_inflight"] for facts in folder.read_facts().values() if facts["limit"] is None]
-    peak = max([1, *(peak for peak in unlimited if peak is not None)])
-    simulated = at_limits(folder, model, [*limits, *limits_between(limits, peak)])
+    """One for each of `measured`, in their order. `sizes` are those of the server that was measured, if it was one.
+
+    Raises InputError where the run cannot be simulated, and where anything but a number of requests limits them: such
+    limits have no others between them.
+    """
+    specs = list(dict.fromkeys(parse_admission(one.limit) for found in measured for one in found.evidence))
+    others = [str(spec) for spec in specs if spec != AdmissionSpec(spec.inflight)]
+    if others:
+        raise InputError("--cost-model", model.name, f"predicts limits of requests, not {others[0]}")
+    limits = [spec.inflight for spec in specs]
+    between = limits_between(limits, peak_without_limit(folder.read_facts().values()))
+    simulated = at_limits(folder, model, [*limits, *between], sizes=sizes)
     cells = simulated.drop_duplicates("cell_id")[["cell_id", *FACTORS]]
     found = recommend(
         simulated, cells.assign(repeat=np.nan, valid=True, invalid_reasons=None), slos, seed=seed

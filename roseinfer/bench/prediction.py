@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from roseinfer.bench.labels import label_cells, tidy_cells
 from roseinfer.bench.records import FACTORS, Outcome, derive
 from roseinfer.bench.report import METRIC_NAMES, TABLE_WIDTH, Line, layout
-from roseinfer.bench.stats import percentile, percentiles, smallest_sample
-from roseinfer.bench.summary import samples_of
+from roseinfer.bench.stats import percentiles, smallest_sample
+from roseinfer.bench.steady_state import steady_rows
 from roseinfer.bench.verdicts import number_text
 
 METRICS: Final = ("ttft", "queue_wait")
@@ -25,6 +25,8 @@ JUDGED: Final = ("p50_ttft_ms", "p99_ttft_ms", "p50_queue_wait_ms", "p99_queue_w
 
 SIDES: Final = ("measured", "predicted")
 
+_REQUEST: Final = ["repeat", "request_index"]
+"""What names a request of a cell on both sides."""
 
 ERROR_LEGEND: Final = "error: predicted / measured - 1, n/a where the sample is too small for the percentile"
 
@@ -47,7 +49,8 @@ def errors(measured: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
     share of the offered the prediction refused more than was measured. For p50, p90 and p99 of TTFT and queue wait,
     in ms over the completed requests of all repeats, there are `measured_<figure>`, `predicted_<figure>` and
     `error_<figure>` = predicted / measured - 1; `measured_n_<metric>` and `predicted_n_<metric>` are their samples.
-    Null where nothing was measured, or too little for that percentile, and errors also where 0 was.
+    What was warm-up where it was measured counts on neither side. Null where nothing was measured, or too little for
+    that percentile, and errors also where 0 was.
     """
     sides = [dict(iter(frame.groupby("cell_id", sort=False))) for frame in (measured, predicted)]
     rows = [
@@ -69,11 +72,12 @@ def errors(measured: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
 def _row(cell_id: str, measured: pd.DataFrame, predicted: pd.DataFrame) -> dict[str, Any]:
     row: dict[str, Any] = {"cell_id": cell_id, **{factor: measured[factor].iloc[0] for factor in FACTORS}}
     refused: list[float] = []
+    warm_up = _warm_up(measured)
     for side, requests in zip(SIDES, (measured, predicted), strict=True):
         repeats, rejected = requests["repeat"].nunique(), int((requests["outcome"] == Outcome.REJECTED).sum())
         row[f"{side}_rejected"] = rejected / repeats
         refused.append(rejected / len(requests))
-        for metric, values_ms in _samples_ms(requests).items():
+        for metric, values_ms in _samples_ms(requests, warm_up).items():
             row[f"{side}_n_{metric}"] = values_ms.size
             for percent, value in zip(PERCENTILES, percentiles(values_ms, PERCENTILES), strict=True):
                 known = values_ms.size >= smallest_sample(percent)
@@ -88,10 +92,20 @@ def _row(cell_id: str, measured: pd.DataFrame, predicted: pd.DataFrame) -> dict[
     return row
 
 
-def _samples_ms(requests: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
-    """The latencies of one cell, all repeats together, each without its warm-up."""
-    repeats = [samples_of(derive(repeat)) for _, repeat in requests.groupby("repeat", sort=True)]
-    return {metric: 1e3 * np.concatenate([repeat[metric] for repeat in repeats]) for metric in METRICS}
+def _warm_up(requests: pd.DataFrame) -> pd.Index[Any]:
+    """Repeat and index of the requests of one cell that no latency counts."""
+    derived = derive(requests.reset_index(drop=True))
+    return derived.drop(steady_rows(derived).index).set_index(_REQUEST).index
+
+
+def _samples_ms(requests: pd.DataFrame, warm_up: pd.Index[Any]) -> dict[str, NDArray[np.float64]]:
+    """The latencies of one cell, all repeats together, but for the requests in `warm_up`."""
+    derived = derive(requests)
+    counts = (derived["outcome"] == Outcome.COMPLETED) & ~derived.set_index(_REQUEST).index.isin(warm_up)
+    return {
+        metric: 1e3 * derived.loc[counts, f"{metric}_s"].dropna().to_numpy(dtype=np.float64)
+        for metric in METRICS
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +140,7 @@ def verdict(errors: pd.DataFrame) -> Verdict:
     farthest = int(np.argmax(abs(refused))) if refused.size else None
     return Verdict(
         cells=len(errors),
-        median_error={figure: _known(percentile(abs(found[figure]), 50)) for figure in JUDGED},
+        median_error={figure: median_size(found[figure]) for figure in JUDGED},
         worst_figure=None if worst is None else worst[1],
         worst_cell=None if worst is None else labels[worst[2]],
         worst_error=None if worst is None else float(found[worst[1]][worst[2]]),
@@ -231,5 +245,7 @@ def _value_text(value: float, n: int) -> str:
     return f"n/a (n={n})" if math.isnan(value) else number_text(value)
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def median_size(errors: NDArray[np.float64]) -> float | None:
+    """Of the errors of cells that are known; between the middle two of an even number: neither speaks for all."""
+    known = errors[~np.isnan(errors)]
+    return float(np.median(abs(known))) if known.size else None

@@ -18,11 +18,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from roseinfer.bench.figure_style import GREY, STYLE, Caption, dress, limit_styles, log_ticks
 from roseinfer.bench.labels import label_cells, limit_title, limits_of
-from roseinfer.bench.prediction import METRICS, PERCENTILES, figure_name
+from roseinfer.bench.prediction import METRICS, PERCENTILES, figure_name, median_size
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.report import METRIC_NAMES
 from roseinfer.bench.shift import ratio_ticks
-from roseinfer.bench.stats import percentile
 
 REJECTED: Final = "rejected"
 """The measure of refusals, in per cent of the offered; the others are "ttft" and "queue_wait", in ms."""
@@ -163,8 +162,8 @@ def _facts(data: pd.DataFrame) -> str:
     for metric in METRICS:
         for percent in PERCENTILES:
             rows = data[(data["measure"] == metric) & (data["percent"] == percent)]
-            if rows["error"].notna().any():
-                size = percentile(rows["error"].abs(), 50)
+            size = median_size(rows["error"].to_numpy(dtype=np.float64))
+            if size is not None:
                 sizes.append(f"p{percent} {METRIC_NAMES[metric]} {100 * size:.1f} %")
     cells = data["cell_id"].nunique()
     many = "1 cell" if cells == 1 else f"{cells} cells"

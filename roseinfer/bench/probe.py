@@ -11,20 +11,22 @@ from typing import Any, Final
 import pandas as pd
 
 from roseinfer.bench.experiment import Experiment
-from roseinfer.bench.flag_values import LARGEST
+from roseinfer.bench.flag_values import LARGEST, admissions
 from roseinfer.bench.judgement import Verdict
-from roseinfer.bench.measurement import summary_of
+from roseinfer.bench.measurement import Bench, summary_of
 from roseinfer.bench.options import SweepOptions, is_url
-from roseinfer.bench.recommend import Judgement, parse_slo, recommend
+from roseinfer.bench.recommend import Judgement, Recommendation, parse_slo, recommend
 from roseinfer.bench.session import Session
 from roseinfer.bench.shares import share_interval
 from roseinfer.bench.stats import Interval, smallest_sample
-from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import pooled
 from roseinfer.errors import InputError
 
 BUSY_USERS: Final = 256
 """Of the closed loop that keeps a server without a limit busy."""
+
+LONGER: Final = 4
+"""Times that what confirms an answer is as long as a probe."""
 
 WORDS: Final = {Verdict.PASS: "holds", Verdict.FAIL: "fails", Verdict.UNKNOWN: "cannot be told"}
 
@@ -53,6 +55,7 @@ class Probe:
     is_steady: bool
     invalid: str | None
     folder: Path
+    is_long: bool = False
     decides: bool = True  # its verdict says something of the answer
 
     @property
@@ -101,6 +104,23 @@ def seed_of(name: str, options: SweepOptions) -> int:
     return (options.seed + zlib.crc32(name.encode())) % (LARGEST + 1)
 
 
+def longer(options: SweepOptions, *, is_spaced: bool) -> SweepOptions | None:
+    """LONGER times as much of the load, of requests that no probe has seen; None: a --workload has no others.
+
+    A load that is not `is_spaced`, such as one burst or a trace, is what it is: it is repeated more often.
+    """
+    if options.workload is not None:
+        return None
+    changes: dict[str, Any] = {"seed": options.seed ^ 1}
+    if is_spaced and options.duration is not None:
+        changes["duration"] = LONGER * options.duration
+    if is_spaced and options.num_requests is not None:
+        changes["num_requests"] = LONGER * options.num_requests
+    if len(changes) == 1:
+        changes["repeats"] = LONGER * options.repeats
+    return replace(options, **changes)
+
+
 class Prober:
     """Measures the loads that it is asked for; a run that is on disk already is read, or gone on with.
 
@@ -115,10 +135,17 @@ class Prober:
         run_id: str,
         max_not_served: float,
         say: Callable[[str], None],
+        bench_of: Callable[[Experiment], Bench],
+        is_long: bool = False,
     ) -> None:
-        """`options` are those of a sweep of one cell, with a name; `given` names the fields that the user set."""
+        """`options` are those of a sweep of one cell, with a name; `given` names the fields that the user set.
+
+        Several that measure may share the engine of one `bench_of`. `is_long`: `options` are those of `longer`.
+        """
         self.options = options
         self.is_simulated = options.target == "sim"
+        self.is_long = is_long
+        self._bench_of = bench_of
         self._given = frozenset(given)
         self._run_id = run_id
         self._max_not_served = max_not_served
@@ -155,7 +182,7 @@ class Prober:
 
     def kept_busy(self) -> Probe:
         """A closed loop of as many users as there are slots: what the server completes at most."""
-        users = [int(self.options.max_inflight) or BUSY_USERS]
+        users = [admissions(self.options, self._given)[0].inflight or BUSY_USERS]
         users += [n for n in (self.options.num_requests, self.options.max_concurrency) if n is not None]
         return self._probe("kept_busy", decides=False, **_WITHOUT_A_RATE, max_concurrency=min(users))
 
@@ -165,27 +192,36 @@ class Prober:
         options = experiment.options
         path = options.output_dir / str(options.experiment_name) / str(options.run_id)
         try:
-            session = Session(experiment, default_name="capacity", resume=path if path.exists() else None)
+            session = Session(
+                experiment,
+                default_name="capacity",
+                resume=path if path.exists() else None,
+                bench_of=self._bench_of,
+            )
         except InputError as error:
             name_of = "--run-id" if error.name == "--resume" else error.name
             raise InputError(name_of, error.value, error.why) from error
         if session.folder is None or not session.folder.is_done:
-            session.measure()
+            summary = session.measure()
+            (found,) = session.recommendations
+        else:
+            summary = summary_of(session.folder)
+            (found,) = recommend(session.folder.read_requests(), summary, self.slos, seed=options.seed)
         assert session.folder is not None
-        probe = replace(self._judged(name.replace("_", " "), session.folder), decides=decides)
+        probe = self._judged(name.replace("_", " "), found, summary, session.folder.path)
+        probe = replace(probe, decides=decides)
         verdict = f": {WORDS[probe.verdict]}" if decides else ""
         self._say(f"{probe.name}: {probe.describe()}{verdict}")
         return probe
 
-    def _judged(self, name: str, folder: RunFolder) -> Probe:
-        summary = summary_of(folder)
-        (found,) = recommend(folder.read_requests(), summary, self.slos, seed=self.options.seed)
+    def _judged(self, name: str, found: Recommendation, summary: pd.DataFrame, path: Path) -> Probe:
         repeats, total = summary[summary["repeat"].notna()], pooled(summary).iloc[0]
         offered = repeats["offered"].to_numpy()
         lost = offered - repeats["completed"].to_numpy()
         return Probe(
-            name=f"simulated {name}" if self.is_simulated else name,
+            name=f"{'simulated ' if self.is_simulated else ''}{name}{', at length' if self.is_long else ''}",
             is_simulated=self.is_simulated,
+            is_long=self.is_long,
             judgements=found.evidence[0].judgements,
             not_served=share_interval(lost, offered, seed=self.options.seed),
             max_not_served=self._max_not_served,
@@ -195,7 +231,7 @@ class Prober:
             peak_inflight=None if pd.isna(total["peak_inflight"]) else int(total["peak_inflight"]),
             is_steady=bool(pd.isna(total["steady"]) or total["steady"]),
             invalid=None if total["valid"] else str(total["invalid_reasons"]),
-            folder=folder.path,
+            folder=path,
         )
 
     def _sized(self, probe: Probe) -> Probe:

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.records import FACTORS, Outcome, derive
@@ -93,13 +94,13 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one limit did. `limit` None is no limit; `served` met every SLO bound, as single requests.
+    """What one limit did. `limit` is as the column `admission`; `served` met every SLO bound, as single requests.
 
     `repeats` has (served, offered) of each, by its number. `wasted_share` of the tokens went to requests that were not
     served so; NaN where that is not known.
     """
 
-    limit: int | None
+    limit: str
     offered: int
     served: int
     repeats: Mapping[int, tuple[int, int]]
@@ -111,6 +112,12 @@ class Evidence:
     @property
     def qualifies(self) -> bool:
         return not self.why_not
+
+    @property
+    def max_inflight(self) -> int | None:
+        """The limit where it is one of requests alone."""
+        spec = parse_admission(self.limit)
+        return spec.inflight if spec.tokens is None else None
 
     @property
     def served_share(self) -> float:
@@ -210,7 +217,7 @@ def recommend(
     if not slos:
         raise InputError("--slo", None, "a recommendation needs at least one, such as p99_ttft:250")
     cells = sort_cells(pooled(summary))
-    others = [factor for factor in FACTORS if factor != "max_inflight"]
+    others = list(FACTORS[1:])
     swept = [factor for factor in others if cells[factor].nunique(dropna=False) > 1]
     answers = []
     for _, combination in cells.groupby(others, sort=False, dropna=False):
@@ -231,7 +238,7 @@ def best(evidence: Sequence[Evidence]) -> Evidence | None:
         return None
     return max(
         qualified,
-        key=lambda one: (Fraction(one.served, one.offered), math.inf if one.limit is None else one.limit),
+        key=lambda one: (Fraction(one.served, one.offered), parse_admission(one.limit).place),
     )
 
 
@@ -246,7 +253,7 @@ def _evidence(requests: pd.DataFrame, cell: pd.Series, slos: Sequence[Slo], seed
     if not cell["valid"]:
         why_not.append(f"the measurement is invalid: {cell['invalid_reasons']}")
     return Evidence(
-        limit=None if pd.isna(cell["max_inflight"]) else int(cell["max_inflight"]),
+        limit=str(cell["admission"]),
         offered=len(derived),
         served=int(np.count_nonzero(served)),
         repeats=dict(

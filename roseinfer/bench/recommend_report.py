@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Final
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.predicted_limits import Prediction
-from roseinfer.bench.recommend import Evidence, Recommendation
+from roseinfer.bench.recommend import Evidence, Judgement, Recommendation, Slo
 from roseinfer.bench.report import FEW_REPEATS
+from roseinfer.bench.stats import Interval
 from roseinfer.bench.summary import limit_label
 from roseinfer.bench.verdicts import Row, aligned, interval_text, number_text
 
@@ -23,17 +26,48 @@ def about_intervals(repeats: int) -> str:
     return f"intervals at 95 %, by resampling whole repeats: they cover less than that{much_less}"
 
 
+def percentile_columns(slos: Iterable[Slo]) -> list[str]:
+    """The headings of `percentile_cells`."""
+    return [column for slo in slos for column in (f"p{slo.percentile:g} {slo.metric} ms", "interval", "n")]
+
+
+def percentile_cells(judgements: Iterable[Judgement]) -> list[str]:
+    """Of every SLO the percentile, its interval and its sample."""
+    return [
+        text
+        for judgement in judgements
+        for text in (
+            number_text(judgement.interval_ms.point),
+            interval_text(judgement.interval_ms, number_text),
+            str(judgement.n),
+        )
+    ]
+
+
+def percentiles_json(judgements: Iterable[Judgement]) -> list[dict[str, Any]]:
+    """The same for JSON."""
+    return [
+        {"slo": str(judgement.slo), "n": judgement.n, **bounds_json(judgement.interval_ms)}
+        for judgement in judgements
+    ]
+
+
+def bounds_json(interval: Interval) -> dict[str, float | None]:
+    return {name: finite(value) for name, value in interval._asdict().items()}
+
+
+def finite(value: float) -> float | None:
+    """Unbounded and not known are null in JSON."""
+    return value if math.isfinite(value) else None
+
+
 def lines(found: Recommendation, prediction: Prediction | None) -> list[str]:
     """The table of one combination of factors, and what follows from it."""
-    columns = ["limit"]
-    columns += [
-        column for slo in found.slos for column in (f"p{slo.percentile:g} {slo.metric} ms", "interval", "n")
-    ]
-    columns += ["refused", "served in goal", "wasted work", "how"]
+    columns = ["limit", *percentile_columns(found.slos), "refused", "served in goal", "wasted work", "how"]
     rows = [(one, "measured") for one in found.evidence]
     if prediction is not None:
         rows += [(one, "predicted") for one in prediction.between]
-    rows.sort(key=lambda row: math.inf if row[0].limit is None else row[0].limit)
+    rows.sort(key=lambda row: parse_admission(row[0].limit).place)
     sentences = [found.sentence(), price(found), found.how_sure()]
     if prediction is not None:
         sentences.append(prediction.sentence())
@@ -66,7 +100,8 @@ def to_json(found: Recommendation, prediction: Prediction | None) -> dict[str, A
         "factors": dict(found.factors),
         "slos": [str(slo) for slo in found.slos],
         "qualifies": found.chosen is not None,
-        "max_inflight": None if found.chosen is None else found.chosen.limit,
+        "admission": None if found.chosen is None else found.chosen.limit,
+        "max_inflight": None if found.chosen is None else found.chosen.max_inflight,
         "runner_up": None if found.runner_up is None else limit_label(found.runner_up.limit),
         "evidence": evidence,
         "sentences": [sentence for sentence in sentences if sentence is not None],
@@ -74,10 +109,7 @@ def to_json(found: Recommendation, prediction: Prediction | None) -> dict[str, A
 
 
 def _row(one: Evidence, how: str) -> Row:
-    cells = [limit_label(one.limit)]
-    for judgement in one.judgements:
-        interval = judgement.interval_ms
-        cells += [number_text(interval.point), interval_text(interval, number_text), str(judgement.n)]
+    cells = [limit_label(one.limit), *percentile_cells(one.judgements)]
     cells += [f"{100 * one.reject_rate:.1f} %", f"{100 * one.served_share:.1f} %", _wasted(one), how]
     return cells, "; ".join(one.why_not)
 
@@ -90,20 +122,9 @@ def _evidence(one: Evidence) -> dict[str, Any]:
     return {
         "limit": limit_label(one.limit),
         "offered": one.offered,
-        "served_share": _finite(one.served_share),
+        "served_share": finite(one.served_share),
         "reject_rate": one.reject_rate,
-        "wasted_share": _finite(one.wasted_share),
-        "percentiles": [
-            {
-                "slo": str(judgement.slo),
-                "n": judgement.n,
-                **{name: _finite(value) for name, value in judgement.interval_ms._asdict().items()},
-            }
-            for judgement in one.judgements
-        ],
+        "wasted_share": finite(one.wasted_share),
+        "percentiles": percentiles_json(one.judgements),
         "why_not": list(one.why_not),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from roseinfer.bench.commands import with_flags
+from roseinfer.bench.engine_sizes import (
+    KvCacheTokens,
+    MaxBatchSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    engine_sizes,
+)
 from roseinfer.bench.load_options import decimal_option, whole_option
-from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag
-from roseinfer.bench.target_flags import OF_ENGINES, OF_SERVERS
+from roseinfer.bench.options import SWEPT, RunOptions, SweepOptions, flag, is_url
+from roseinfer.bench.target_flags import NOT_OF_SERVERS, OF_ENGINES, OF_SERVERS
 from roseinfer.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from roseinfer.bench.capacity_report import Search
+    from roseinfer.bench.predicted_limits import Prediction
     from roseinfer.bench.probe import Prober
 
 recommendations: Final = typer.Typer()
@@ -31,10 +39,13 @@ EXIT_UNKNOWN, EXIT_INVALID, EXIT_NOTHING, EXIT_INTERRUPTED = 3, 4, 5, 130
 DEFAULT_NUM_REQUESTS: Final = 200
 """Of a probe at a rate, in each repeat."""
 
+AT_LENGTH: Final = "-at_length"
+"""Ends the names of runs that confirm the answer."""
+
 _GIVEN_LOADS: Final = ("request_rate", "load", "submit_interval_ms", "burst_size", "trace", "workload")
 """Fields that say how much load there is: then limits are searched, else rates."""
 
-_NOT_SIMULATED: Final = ("prompt", "prompt_repeats", "prefix_len", "stop_at_eos", "retry")
+_NOT_SIMULATED: Final = ("prompt", "prompt_repeats", "prefix_len", "stop_at_eos")
 """Flags that change what a server does in a way that no simulation shows."""
 
 
@@ -64,8 +75,9 @@ def capacity(options: CapacityOptions, given: Collection[str]) -> None:
     """Find the largest request rate that keeps the SLOs or, at a given load (--request-rate, --burst-size, --trace),
     the limits that do.
 
-    Every rate or limit that is tried is a run of its own; the same flags with its --run-id go on. With --cost-model a
-    simulation proposes what to measure on another target than sim.
+    Every rate or limit that is tried is a run of its own; the same flags with its --run-id go on. On another target
+    than sim the ends of the answer are measured once more, at length; with --cost-model a simulation proposes what to
+    measure, of a server with the sizes that --max-batch-size and the like say.
     """
     from roseinfer.bench import capacity_report as report
     from roseinfer.bench.store import new_run_id
@@ -77,15 +89,21 @@ def capacity(options: CapacityOptions, given: Collection[str]) -> None:
     searches = _searches(probers, options.tolerance, is_at_given_load)
     goal = report.goal_text(probers[0].slos, options.max_reject_rate)
 
+    def begun() -> list[Search]:
+        return [search for search in searches if search.every]
+
     def tell(*, is_complete: bool) -> None:
-        begun = [search for search in searches if search.every]
-        text = "\n".join(report.lines(begun, goal, is_complete=is_complete))
+        text = "\n".join(report.lines(begun(), goal, is_complete=is_complete))
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
         if options.json:
-            print(json.dumps(report.to_json(begun, goal, is_complete=is_complete), indent=1, allow_nan=False))
+            print(
+                json.dumps(report.to_json(begun(), goal, is_complete=is_complete), indent=1, allow_nan=False)
+            )
 
     try:
         for search in searches:
+            if search.prober.is_long and search.proposal is not None and not search.proposal.is_answered:
+                break  # there is nothing to confirm
             search.run()
     except KeyboardInterrupt:
         tell(is_complete=False)
@@ -96,12 +114,13 @@ def capacity(options: CapacityOptions, given: Collection[str]) -> None:
         tell(is_complete=False)
         raise
     tell(is_complete=True)
-    probes = searches[-1].every
+    last = begun()[-1]
+    probes = last.every
     if not any(probe.completed for probe in probes):
         raise typer.Exit(EXIT_NOTHING)
     if any(probe.invalid for probe in probes):
         raise typer.Exit(EXIT_INVALID)
-    if not searches[-1].is_decided:
+    if not last.is_decided:
         raise typer.Exit(EXIT_UNKNOWN)
 
 
@@ -121,11 +140,16 @@ def _check(o: CapacityOptions) -> None:
 
 
 def _probers(o: CapacityOptions, given: Collection[str], run_id: str, is_at_given_load: bool) -> list[Prober]:
-    """What measures, and before it, where a cost model is to propose, what simulates. All flags are checked here."""
-    from roseinfer.bench.probe import Prober
+    """What measures in short and at length, and before them, where a cost model is to propose, what simulates.
 
-    if is_at_given_load and "max_inflight" in given:
-        raise InputError("--max-inflight", o.max_inflight, "is what is searched for at a given load")
+    All flags are checked here.
+    """
+    from roseinfer.bench.engine_bench import OneEngine
+    from roseinfer.bench.probe import Prober, longer
+
+    for field in ("max_inflight", "admission"):
+        if is_at_given_load and field in given:
+            raise InputError(flag(field), getattr(o, field), "is what is searched for at a given load")
     values = {field.name: getattr(o, field.name) for field in fields(RunOptions)}
     options = SweepOptions(**values, slo=o.slo)
     # A bar is worth seeing; a line a cell would hide the line a probe.
@@ -135,18 +159,25 @@ def _probers(o: CapacityOptions, given: Collection[str], run_id: str, is_at_give
     if at_a_rate and o.num_requests is None and o.duration is None:
         options = replace(options, num_requests=DEFAULT_NUM_REQUESTS)
     named = {field for field in given if getattr(options, field, None) is not None} | {"num_requests"}
-    kinds = [(options, named)]
-    if o.cost_model is not None and o.target != "sim":
-        kinds = [_simulated(options, named), (replace(options, cost_model=None), named - {"cost_model"})]
+    kinds = {"": (options, named)}
+    if o.target != "sim":
+        kinds = {} if o.cost_model is None else {"-simulated": _simulated(options, named)}
+        measured, named = kinds[""] = _measured(options, named)
+        at_length = longer(measured, is_spaced=at_a_rate or o.burst_interval is not None)
+        if at_length is not None:
+            kinds[AT_LENGTH] = at_length, named
+    one_engine = OneEngine()
     probers = [
         Prober(
             options,
             named,
-            run_id=f"{run_id}-simulated" if number < len(kinds) - 1 else run_id,
+            run_id=f"{run_id}{suffix}",
             max_not_served=o.max_reject_rate,
             say=partial(_say, quiet=o.quiet),
+            bench_of=one_engine,
+            is_long=suffix == AT_LENGTH,
         )
-        for number, (options, named) in enumerate(kinds)
+        for suffix, (options, named) in kinds.items()
     ]
     for prober in probers:
         prober.check({"max_inflight": "0,1"} if is_at_given_load else {"request_rate": "1"})
@@ -160,10 +191,24 @@ def _simulated(options: SweepOptions, named: Collection[str]) -> tuple[SweepOpti
             why = f"contradicts --cost-model {options.cost_model}: no simulation shows what it does"
             raise InputError(flag(field), str(getattr(options, field)), why)
     left_out = {*OF_ENGINES, *OF_SERVERS, "target"}
-    usual: dict[str, Any] = {
-        field.name: field.default for field in fields(SweepOptions) if field.name in left_out
-    }
-    return replace(options, **{**usual, "target": "sim"}), (set(named) - left_out) | {"target"}
+    # What its text costs is asked of it all the same; as flags they would contradict it.
+    is_text = {"pretok": options.pretok, "tokenize_workers": options.tokenize_workers}
+    if is_url(options.target):
+        is_text["pretok"] = options.tokenizer is not None and options.api == "completions"
+    usual = _usual(left_out)
+    return replace(options, **{**usual, **is_text, "target": "sim"}), (set(named) - left_out) | {"target"}
+
+
+def _measured(options: SweepOptions, named: Collection[str]) -> tuple[SweepOptions, set[str]]:
+    """The flags without what they say to the simulation alone."""
+    left_out = {"cost_model"}
+    if is_url(options.target) and options.cost_model is not None:
+        left_out |= {*NOT_OF_SERVERS} - {*OF_ENGINES}
+    return replace(options, **_usual(left_out)), set(named) - left_out
+
+
+def _usual(names: Collection[str]) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(SweepOptions) if field.name in names}
 
 
 def _searches(probers: list[Prober], tolerance: float, is_at_given_load: bool) -> list[Search]:
@@ -201,6 +246,10 @@ def recommend(
             metavar="FILE", help="Also say what limits between those measured would have done, simulated."
         ),
     ] = None,
+    max_batch_size: MaxBatchSize = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    kv_cache_tokens: KvCacheTokens = None,
+    max_model_len: MaxModelLen = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead.")] = False,
 ) -> None:
     """Say which limit to set, on what evidence, at what price, and how sure that is."""
@@ -216,6 +265,9 @@ def recommend(
     if not slos:
         raise InputError("--slo", None, "is needed, such as p99_ttft:250: the run was measured without one")
     model = None if cost_model is None else CostModel.read(cost_model)
+    sizes = engine_sizes(max_batch_size, max_num_batched_tokens, kv_cache_tokens, max_model_len)
+    if sizes is not None and model is None:
+        raise InputError("--max-batch-size", sizes.max_batch_size, "needs --cost-model, to predict with")
     if side.is_empty:
         raise InputError("RUN", str(run), "holds no finished cell: nothing was measured")
     if (reason := side.invalid_reason()) is not None:
@@ -223,9 +275,9 @@ def recommend(
         raise typer.Exit(EXIT_INVALID)
     seed = int(side.manifest["seed"])
     found = recommended(side.requests, side.summary, slos, seed=seed)
-    predicted = (
-        [None] * len(found) if model is None else predictions(side.folder, model, found, slos, seed=seed)
-    )
+    predicted: list[Prediction | None] = [None] * len(found)
+    if model is not None:
+        predicted = [*predictions(side.folder, model, found, slos, seed=seed, sizes=sizes)]
     pairs = list(zip(found, predicted, strict=True))
     notes = [note for note in [side.unfinished()] if note is not None]
     if as_json:

@@ -5,7 +5,7 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
 
     column                                        in process                        over HTTP
     scheduled_s, permitted_s, sent_s              every row that was sent           the same; of the first try
-    last_sent_s                                   null                              rows with more than one try
+    last_sent_s                                   rows with more than one try       the same
     reserved_s, admitted_s, released_s            admitted rows                     null
     rejected_s, reject_reason, reject_stage       refused rows                      refused rows: head of a 429 or 503
     tokenized_s                                   admitted rows, prompt as text     null
@@ -15,9 +15,19 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     chunk_times_s, chunk_tokens                   admitted rows with tokens         rows with text; tokens where known
     prompt_tokens, output_tokens                  counted from ids                  what the server counts, or null
     cached_tokens                                 rows that were scheduled          what the server counts, or null
-    waiting_at_send                               rows that were sent               null
-    inflight_at_send                              admission's own count             what this client had outstanding
+    waiting_at_send                               rows that were sent, first try    null
+    inflight_at_send                              admission's own count, first try  what this client had outstanding
+    predicted_ttft_s                              admitted rows, by a policy with a null
+                                                  cost model: from reserved_s on
+    priority                                      the name of its class, null where all are alike; the same
     status_code, server_queue_s, server_prefill_s null                              as the server says
+
+Where clients retry, a row has the stamps of its last try, but for the columns of the first; `attempts.parquet` has a
+row a try.
+
+A refusal of the stage "queued" has the columns of an admitted row too, as far as it got. `reject_stage` "submit" is
+known to the caller before anything is done for the request. What the server's queue timeout dropped has the outcome
+timeout, and a `reject_reason` and stage as well, which the client's own deadline has not.
 
 The simulated target fills what the in-process one does, but with --no-token-times no list: token_times_s,
 chunk_times_s, chunk_tokens and the members of steps are null.
@@ -25,6 +35,7 @@ chunk_times_s, chunk_tokens and the members of steps are null.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Any, Final
 
@@ -48,7 +59,7 @@ class Outcome(StrEnum):
 HTTP: Final = "http"
 """The target of rows that a client wrote alone: nothing of what went on in the server is in them."""
 
-FACTORS: Final = ("max_inflight", "burst_size", "prompt_len", "output_len", "request_rate")
+FACTORS: Final = ("admission", "burst_size", "prompt_len", "output_len", "request_rate")
 """The columns that tell the cells of a sweep apart."""
 
 FACTOR_NAMES: Final = {
@@ -68,7 +79,7 @@ _FACTOR_FIELDS = [
     ("target", pa.string()),
     ("model", pa.string()),
     ("admission", pa.string()),
-    ("max_inflight", pa.int64()),  # null: no limit
+    ("max_inflight", pa.int64()),  # null: no limit, or another than of requests alone
     ("burst_size", pa.int64()),
     ("prompt_len", pa.int64()),
     ("output_len", pa.int64()),
@@ -99,6 +110,7 @@ REQUEST_SCHEMA: Final = pa.schema(
         ("finish_reason", pa.string()),
         ("inflight_at_send", pa.int64()),
         ("waiting_at_send", pa.int64()),
+        ("predicted_ttft_s", pa.float64()),
         ("token_times_s", pa.list_(pa.float64())),
         ("chunk_times_s", pa.list_(pa.float64())),
         ("chunk_tokens", pa.list_(pa.int64())),
@@ -126,6 +138,7 @@ STEP_SCHEMA: Final = pa.schema(
         ("waiting", pa.int64()),
         ("running", pa.int64()),
         ("kv_tokens", pa.int64()),
+        ("inflight_limit", pa.int64()),  # null: none that moves
         ("members", pa.list_(_MEMBER)),
     ]
 )
@@ -159,41 +172,55 @@ TTFT_PARTS: Final = (
 """They sum to `ttft_s` (a null tokenize_s counts as nothing: the prompt came as token ids)."""
 
 
-def derive(requests: pd.DataFrame) -> pd.DataFrame:
-    """`requests` with the derived durations added, in seconds; null wherever an operand is null.
+def derive(requests: pd.DataFrame, only: Collection[str] = ()) -> pd.DataFrame:
+    """`requests` with the derived durations added, or `only` some, in seconds; null wherever an operand is null.
 
     The formulas are those of the design: the eight TTFT_PARTS, `ttft_s`, `ttft_from_send_s`, `decode_s`,
     `last_delivery_s`, `e2el_s`, `tpot_s` (null under 2 tokens), `largest_itl_s` (the longest wait between two
-    tokens, null under 2), `reject_s` (stage submit only), `add_request_s`, and from sending to the end of what
-    failed: `time_to_error_s`, `time_to_timeout_s`.
+    tokens, null under 2), `reject_s` (of the last try; stage submit only), `time_to_drop_s` (the same of stage queued,
+    queue timeouts too), `add_request_s` (of the last try), from the first sending to the last token
+    `time_to_success_s`, and to the end of what failed `time_to_error_s`, `time_to_timeout_s`.
     """
     r = requests
     last_sent_s = r["last_sent_s"].fillna(r["sent_s"])
     tokens = r["output_tokens"].astype("float64")
-    at_submit = r["reject_stage"] == "submit"
-    until_end_s = r["ended_s"] - r["sent_s"]
-    derived: dict[str, Any] = {
-        "cap_wait_s": r["permitted_s"] - r["scheduled_s"],
-        "send_lag_s": r["sent_s"] - r["permitted_s"],
-        "retry_wait_s": last_sent_s - r["sent_s"],
-        "reserve_s": r["reserved_s"] - last_sent_s,
-        "tokenize_s": r["tokenized_s"] - r["reserved_s"],
-        "queue_wait_s": r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
-        "prefill_s": r["first_token_s"] - r["first_scheduled_s"],
-        "delivery_s": r["received_first_s"] - r["first_token_s"],
-        "ttft_s": r["received_first_s"] - r["scheduled_s"],
-        "ttft_from_send_s": r["received_first_s"] - r["sent_s"],
-        "decode_s": r["last_token_s"] - r["first_token_s"],
-        "last_delivery_s": r["received_last_s"] - r["last_token_s"],
-        "e2el_s": r["received_last_s"] - r["scheduled_s"],
-        "tpot_s": ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
-        "largest_itl_s": _largest_gaps_s(r["token_times_s"]),
-        "reject_s": (r["rejected_s"] - r["sent_s"]).where(at_submit),
-        "add_request_s": r["admitted_s"] - r["sent_s"],
-        "time_to_error_s": until_end_s.where(r["outcome"] == Outcome.ERROR),
-        "time_to_timeout_s": until_end_s.where(r["outcome"] == Outcome.TIMEOUT),
+
+    def until_rejected_s(stage: str) -> Any:
+        return (r["rejected_s"] - last_sent_s).where(r["reject_stage"] == stage)
+
+    def until_end_s(outcome: Outcome) -> Any:
+        return (r["ended_s"] - r["sent_s"]).where(r["outcome"] == outcome)
+
+    formulas: dict[str, Callable[[], Any]] = {
+        "cap_wait_s": lambda: r["permitted_s"] - r["scheduled_s"],
+        "send_lag_s": lambda: r["sent_s"] - r["permitted_s"],
+        "retry_wait_s": lambda: last_sent_s - r["sent_s"],
+        "reserve_s": lambda: r["reserved_s"] - last_sent_s,
+        "tokenize_s": lambda: r["tokenized_s"] - r["reserved_s"],
+        "queue_wait_s": lambda: r["first_scheduled_s"] - r["tokenized_s"].fillna(r["reserved_s"]),
+        "prefill_s": lambda: r["first_token_s"] - r["first_scheduled_s"],
+        "delivery_s": lambda: r["received_first_s"] - r["first_token_s"],
+        "ttft_s": lambda: r["received_first_s"] - r["scheduled_s"],
+        "ttft_from_send_s": lambda: r["received_first_s"] - r["sent_s"],
+        "decode_s": lambda: r["last_token_s"] - r["first_token_s"],
+        "last_delivery_s": lambda: r["received_last_s"] - r["last_token_s"],
+        "e2el_s": lambda: r["received_last_s"] - r["scheduled_s"],
+        "tpot_s": lambda: ((r["received_last_s"] - r["received_first_s"]) / (tokens - 1)).where(tokens >= 2),
+        "largest_itl_s": lambda: _largest_gaps_s(r["token_times_s"]),
+        "time_to_success_s": lambda: r["received_last_s"] - r["sent_s"],
+        "reject_s": lambda: until_rejected_s("submit"),
+        "time_to_drop_s": lambda: until_rejected_s("queued"),
+        "add_request_s": lambda: r["admitted_s"] - last_sent_s,
+        "time_to_error_s": lambda: until_end_s(Outcome.ERROR),
+        "time_to_timeout_s": lambda: until_end_s(Outcome.TIMEOUT),
     }
-    return r.assign(**derived)
+    return r.assign(**{name: formulas[name]() for name in only or formulas})
+
+
+def rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
+    """These rows of `frame`; without a copy where they lie together, as those of a file do."""
+    first, last = int(places[0]), int(places[-1])
+    return frame.iloc[first : last + 1] if last - first + 1 == len(places) else frame.iloc[places]
 
 
 def gaps_s(times_s: pd.Series[Any]) -> NDArray[np.float64]:

@@ -2,7 +2,8 @@
 
 It needs `scheduled_s` (all null: a closed loop), `output_tokens`, and `prompt_tokens` or `prompt` (text). A run's
 own table also says to which repeat and which shape of cell a row belongs, how the requests arrived, and what
-their texts follow from (`prompt_seed`, `prefix_tokens`).
+their texts follow from (`prompt_seed`, `prefix_tokens`). Where requests have classes, `priority` is the name of each
+one's and `priority_rank` its place, 0 for the highest.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench.classes import Classes
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.flag_values import LARGEST, LARGEST_NUMBER
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.load_options import ARRIVALS
+from roseinfer.bench.priorities import MOST_CLASSES, is_class_name
 from roseinfer.bench.prompts import Encoder
 from roseinfer.errors import InputError
 
@@ -41,6 +45,7 @@ _WHOLE: Final = {
     "prompt_len": (1, LARGEST, True),
     "output_len": (1, LARGEST, True),
     "prompt_seed": (0, _LARGEST_SEED, True),
+    "priority_rank": (0, MOST_CLASSES - 1, False),
 }
 """Columns of whole numbers: the least, the most, and whether nothing is said by null."""
 
@@ -59,6 +64,7 @@ class Requests(NamedTuple):
     prompt_seed: int | None
     prefix_tokens: int
     arrival: str
+    classes: Classes | None = None
 
     def before(self, end_s: float) -> Requests:
         """Those that are due before `end_s`."""
@@ -70,6 +76,7 @@ class Requests(NamedTuple):
             prompt_tokens=self.prompt_tokens[:n],
             output_tokens=self.output_tokens[:n],
             texts=None if self.texts is None else self.texts[:n],
+            classes=None if self.classes is None else self.classes.rows(slice(n)),
         )
 
 
@@ -90,6 +97,12 @@ class Replay:
     def is_counted(self) -> bool:
         """The length of every prompt is known."""
         return all(table.prompt_tokens.all() for table in self.tables.values())
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the classes of its requests, the highest first; empty where all are alike."""
+        classes = next(iter(self.tables.values())).classes
+        return () if classes is None else classes.names
 
     @property
     def has_texts(self) -> bool:
@@ -130,6 +143,7 @@ def read_replay(path: Path) -> Replay:
     for name in table.columns:
         _check_column(path, table[name])
     keys = [name for name in ("repeat", *_SHAPE) if name in table.columns]
+    class_names = _class_names(path, table)
     tables: dict[tuple[Cell, int], Requests] = {}
     groups: Iterable[tuple[Any, pd.DataFrame]] = [((), table)]
     if keys:
@@ -137,8 +151,8 @@ def read_replay(path: Path) -> Replay:
     for key, rows in groups:
         factors = {name: value for name, value in zip(keys, key, strict=True) if not pd.isna(value)}
         burst_size, prompt_len, output_len = (_whole_or_none(factors.get(name)) for name in _SHAPE[:3])
-        shape = Cell(None, burst_size, prompt_len, output_len, factors.get("request_rate"))
-        tables[shape, int(factors.get("repeat", 0))] = _requests(path, rows)
+        shape = Cell(AdmissionSpec(), burst_size, prompt_len, output_len, factors.get("request_rate"))
+        tables[shape, int(factors.get("repeat", 0))] = _requests(path, rows, class_names)
     shapes = tuple(dict.fromkeys(shape for shape, _ in tables))
     repeats = 1 + max(repeat for _, repeat in tables)
     if len(tables) != len(shapes) * repeats:
@@ -150,7 +164,24 @@ def read_replay(path: Path) -> Replay:
     return Replay(path, shapes, repeats if "repeat" in keys else None, tables)
 
 
-def _requests(path: Path, rows: pd.DataFrame) -> Requests:
+def _class_names(path: Path, table: pd.DataFrame) -> tuple[str, ...] | None:
+    """The names of the classes by their rank, None where there are none; a rank that no request has gets one too."""
+    for name, other in (("priority", "priority_rank"), ("priority_rank", "priority")):
+        if name in table and other not in table:
+            raise _wrong(path, f"has a {name} and no {other}")
+    if "priority" not in table:
+        return None
+    by_rank: dict[int, str] = {}
+    for name, rank in table[["priority", "priority_rank"]].drop_duplicates().itertuples(index=False):
+        if by_rank.setdefault(int(rank), name) != name:
+            raise _wrong(path, f"has two names of rank {rank}")
+    if len(set(by_rank.values())) < len(by_rank):
+        twice = [name for name in by_rank.values() if list(by_rank.values()).count(name) > 1]
+        raise _wrong(path, f"calls two ranks {twice[0]}")
+    return tuple(by_rank.get(rank, f"rank-{rank}") for rank in range(max(by_rank) + 1))
+
+
+def _requests(path: Path, rows: pd.DataFrame, class_names: tuple[str, ...] | None) -> Requests:
     times: NDArray[np.float64] | None = None
     n = len(rows)
     unscheduled = rows["scheduled_s"].isna()
@@ -182,6 +213,9 @@ def _requests(path: Path, rows: pd.DataFrame) -> Requests:
         prompt_seed=None if pd.isna(seed) else int(seed),
         prefix_tokens=int(_only(path, rows, "prefix_tokens", 0)),
         arrival=arrival,
+        classes=None
+        if class_names is None
+        else Classes(class_names, rows["priority_rank"].to_numpy(np.int64)),
     )
 
 
@@ -190,6 +224,9 @@ def _check_column(path: Path, column: pd.Series[Any]) -> None:
     name = str(column.name)
     if name == "arrival":
         _check(path, column, ~column.isin(_ARRIVALS).to_numpy(), f"none of {', '.join(_ARRIVALS)}")
+    elif name == "priority":
+        is_name = [isinstance(value, str) and is_class_name(value) for value in column]
+        _check(path, column, ~np.array(is_name), "no name of a class (a-z, 0-9, _ and -)")
     elif name == "request_rate":
         numbers = _numbers(column)
         is_rate = (numbers > 0) & (numbers <= LARGEST_NUMBER)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.explain import explain, explain_sentence
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import slots_freed_during_burst
@@ -16,14 +17,14 @@ from roseinfer.bench.ratios import paired_ratio
 from roseinfer.bench.records import FACTORS, HTTP
 from roseinfer.bench.stats import percentile_label, smallest_sample, trusted_sample
 from roseinfer.bench.steady_state import OPEN_LOOP
-from roseinfer.bench.summary import factor_text, limit_label, pooled
+from roseinfer.bench.summary import factor_text, limit_label, pooled, sort_cells
 
 PERCENTILES: Final = (50, 95, 99)
 METRIC_NAMES: Final = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "e2el": "E2EL"}
 OF_ITSELF: Final = {"server_queue": "queue", "server_prefill": "prefill"}
 """Durations that a remote server may say of itself."""
 
-OTHERS: Final = tuple(factor for factor in FACTORS if factor != "max_inflight")
+OTHERS: Final = FACTORS[1:]
 TABLE_WIDTH: Final = 100
 NARROWEST: Final = 40
 BUSY_LOAD_PER_CORE: Final = 1.5
@@ -50,19 +51,26 @@ def tables(summary: pd.DataFrame, width: int = TABLE_WIDTH) -> Iterator[str]:
         **{f"{which}_n": totals["cell_id"].map(each.agg(which)) for which in ("min", "max")}
     )
     for _, cells in totals.groupby(list(OTHERS), dropna=False, sort=True):
-        limits = [limit_label(limit) for limit in cells["max_inflight"]]
         records = cells.to_dict("records")
-        lines = [("max inflight", limits), *_lines(records)]
-        yield "\n".join([_heading(cells.iloc[0]), *layout(lines, width), *_wrapped(_notes(records), width)])
+        lines = [limits_line(cells["admission"]), *_lines(records)]
+        yield "\n".join([heading(cells.iloc[0]), *layout(lines, width), *wrapped(_notes(records), width)])
 
 
-def _heading(cell: pd.Series[Any]) -> str:
+def limits_line(admissions: Iterable[str]) -> Line:
+    """Numbers alone where all limits are of requests, else every limit as it is typed."""
+    limits = list(admissions)
+    if not all(parse_admission(limit).is_count_alone for limit in limits):
+        return "admission", limits
+    return "max inflight", [limit_label(limit) for limit in limits]
+
+
+def heading(cell: pd.Series[Any]) -> str:
     factors = [factor_text(factor, cell[factor]) for factor in OTHERS if not pd.isna(cell[factor])]
     arrival = "closed loop" if cell["arrival"] == CLOSED else f"{cell['arrival']} arrivals"
     return ", ".join(factors if cell["arrival"] == "burst" else [arrival, *factors])
 
 
-def _wrapped(notes: Iterable[str], width: int) -> Iterator[str]:
+def wrapped(notes: Iterable[str], width: int) -> Iterator[str]:
     for note in notes:
         yield from textwrap.wrap(note, max(width, NARROWEST), subsequent_indent="  ")
 
@@ -84,11 +92,11 @@ def _notes(cells: list[dict[Any, Any]]) -> Iterator[str]:
         )
     if any(not pd.isna(cell["repeats_needed"]) for cell in cells):
         yield "Repeats to compare: on each side, for +15 % in p99 TTFT to be told from +10 % nine times in ten."
-    empty = [limit_label(cell["max_inflight"]) for cell in cells if not cell["completed"]]
+    empty = [limit_label(cell["admission"]) for cell in cells if not cell["completed"]]
     if empty:
         yield f"NOTHING COMPLETED at limit {', '.join(empty)}: there is no latency and no throughput."
     enough = trusted_sample(99)
-    few = [limit_label(cell["max_inflight"]) for cell in cells if 0 < cell["n_ttft"] < enough]
+    few = [limit_label(cell["admission"]) for cell in cells if 0 < cell["n_ttft"] < enough]
     if few:
         yield (
             f"Warning: under {enough} requests behind p99 TTFT at limit {', '.join(few)}: more than once in 20"
@@ -122,25 +130,30 @@ def _lines(cells: list[dict[Any, Any]]) -> Iterator[Line]:
     yield "offered", [_count(c["offered"]) for c in cells]
     yield "completed (n)", [_count(c["completed"]) for c in cells]
     yield "rejected", [_count(c["rejected"]) for c in cells]
-    yield "reject rate", [_percent(c["reject_rate"]) for c in cells]
+    yield "reject rate", [percent(c["reject_rate"]) for c in cells]
     for outcome in ("error", "timeout", "cancelled", "incomplete"):
         if any(c[outcome] for c in cells):
             yield outcome, [_count(c[outcome]) for c in cells]
     if any(not pd.isna(c["good"]) for c in cells):
         yield "good (within the goals)", [_count(c["good"]) for c in cells]
-        yield "goodput, share of offered", [_percent(c["good_share"]) for c in cells]
+        yield "goodput, share of offered", [percent(c["good_share"]) for c in cells]
         yield "goodput (requests/s)", [_number(c["request_goodput"]) for c in cells]
     if any(not pd.isna(c["warmup_cut"]) for c in cells):
         yield "warm-up cut (MSER-5)", [_warm_up(c) for c in cells]
     if any(c["attempts"] > c["offered"] for c in cells):
+        yield "tries", [_count(c["attempts"]) for c in cells]
         yield "tries per request", [_number(c["amplification"]) for c in cells]
+        yield "never succeeded", [percent(c["unserved_rate"]) for c in cells]
+        for p in (50, 99):
+            times_ms = [percentile_of(c, "time_to_success", p) for c in cells]
+            yield f"time to success p{p} (ms)", times_ms
     is_remote = all(pd.isna(c["peak_inflight"]) for c in cells)
     for metric, name in METRIC_NAMES.items():
         if not (is_remote and metric == "queue_wait"):
             yield from _metric_lines(cells, metric, name)
     for metric, name in OF_ITSELF.items():
         if any(c[f"n_{metric}"] for c in cells):
-            yield f"{name} p99, server's own (ms)", [_percentile_of(c, metric, 99) for c in cells]
+            yield f"{name} p99, server's own (ms)", [percentile_of(c, metric, 99) for c in cells]
     if is_remote and any(c["n_chunk_gap"] for c in cells):
         yield (
             "largest gap of chunks (ms)",
@@ -148,10 +161,14 @@ def _lines(cells: list[dict[Any, Any]]) -> Iterator[Line]:
         )
     if any(c["n_largest_itl"] for c in cells):
         yield "largest gap of tokens (ms)", [_with_n(_number(c["max_itl_ms"]), c["n_itl"]) for c in cells]
-    yield "reject p99 (ms)", [_percentile_of(c, "reject", 99, decimals=4) for c in cells]
+    yield "reject p99 (ms)", [percentile_of(c, "reject", 99, decimals=4) for c in cells]
+    if any(c["n_time_to_drop"] for c in cells):
+        yield "dropped from the queue", [_count(c["n_time_to_drop"]) for c in cells]
+        for p in (50, 99):
+            yield f"time to drop p{p} (ms)", [percentile_of(c, "time_to_drop", p) for c in cells]
     for failure in ("error", "timeout"):
         if any(c[f"n_time_to_{failure}"] for c in cells):
-            yield f"time to {failure} p99 (ms)", [_percentile_of(c, f"time_to_{failure}", 99) for c in cells]
+            yield f"time to {failure} p99 (ms)", [percentile_of(c, f"time_to_{failure}", 99) for c in cells]
     if any(c["arrival"] in OPEN_LOOP and not pd.isna(c["burst_size"]) for c in cells):
         yield "recovery from a burst (s)", [_with_n(_recovery(c), c["n_recovery"]) for c in cells]
     yield "throughput (tokens/s)", [_number(c["output_throughput"]) for c in cells]
@@ -166,22 +183,22 @@ def _metric_lines(cells: list[dict[Any, Any]], metric: str, name: str) -> Iterat
     yield f"{name} (ms)", []
     yield "  n, repeats", [f"{_count(c[f'n_{metric}'])}, {_count(c['repeats'])}" for c in cells]
     for p in PERCENTILES:
-        yield f"  p{p}", [_percentile_of(c, metric, p) for c in cells]
+        yield f"  p{p}", [percentile_of(c, metric, p) for c in cells]
     yield "  p99, interval", [_bounds(c, f"p99_{metric}_ms") for c in cells]
     if metric == "ttft":
         if any(map(_client_held_back, cells)):
-            yield "  p99 from sending", [_percentile_of(c, "ttft_from_send", 99) for c in cells]
+            yield "  p99 from sending", [percentile_of(c, "ttft_from_send", 99) for c in cells]
         yield "  p99 of a repeat, median", [_of_a_repeat(c) for c in cells]
         yield "  p99 of a repeat, interval", [_bounds(c, "median_p99_ttft_ms") for c in cells]
         if any(c["n_ttft_after_start"] for c in cells):
             yield "  n after the start", [_count(c["n_ttft_after_start"]) for c in cells]
-            yield "  p99 after the start", [_percentile_of(c, "ttft_after_start", 99) for c in cells]
+            yield "  p99 after the start", [percentile_of(c, "ttft_after_start", 99) for c in cells]
         if any(not pd.isna(c["repeats_needed"]) for c in cells):
             yield "  repeats to compare", [_number(c["repeats_needed"], 0) for c in cells]
     share = "served" if all(pd.isna(c["good"]) for c in cells) else "good"
     yield (
         f"  refused, {share}",
-        [f"{_percent(c['reject_rate'])}, {_percent(_served_share(c))}" for c in cells],
+        [f"{percent(c['reject_rate'])}, {percent(_served_share(c))}" for c in cells],
     )
 
 
@@ -202,7 +219,7 @@ def _warm_up(cell: dict[Any, Any]) -> str:
     return _count(cell["warmup_cut"]) if cell["steady"] else f"{_count(cell['warmup_cut'])}, not steady"
 
 
-def _percentile_of(cell: dict[Any, Any], metric: str, p: int, decimals: int = 2) -> str:
+def percentile_of(cell: dict[Any, Any], metric: str, p: int, decimals: int = 2) -> str:
     n = int(cell[f"n_{metric}"])
     if n == 0:
         return "n/a"
@@ -237,12 +254,13 @@ def _bounds(cell: dict[Any, Any], name: str) -> str:
 def conclusions(summary: pd.DataFrame) -> list[str]:
     """For each limit a sentence: what it did to throughput and to the p99s, and at what price in refusals.
 
-    Compared is with the loosest limit of the same cells, repeat by repeat: these had the same requests.
+    Compared is with the loosest limit of the same cells (no limit, or the last in the table), repeat by repeat: these
+    had the same requests.
     """
     varied = [factor for factor in OTHERS if summary[factor].nunique() > 1]
     sentences = []
     for _, cells in summary.groupby(list(OTHERS), dropna=False, sort=True):
-        totals = pooled(cells).sort_values("max_inflight", na_position="last").to_dict("records")
+        totals = sort_cells(pooled(cells)).to_dict("records")
         for total in totals[:-1]:
             where = ", ".join(factor_text(factor, total[factor]) for factor in varied)
             sentences.append(
@@ -252,9 +270,11 @@ def conclusions(summary: pd.DataFrame) -> list[str]:
 
 
 def _conclusion(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any, Any]) -> str:
-    limits = (
-        f"max inflight {limit_label(total['max_inflight'])} instead of {limit_label(loosest['max_inflight'])}"
-    )
+    tight, loose = parse_admission(total["admission"]), parse_admission(loosest["admission"])
+    if tight.is_count_alone and loose.is_count_alone:
+        limits = f"max inflight {tight.label} instead of {loose.label}"
+    else:
+        limits = f"admission {tight} instead of {loose}"
     throughput = (
         f"throughput went from {_number(loosest['output_throughput'])}"
         f" to {_number(total['output_throughput'])} tokens/s{_paired_ratio(cells, total, loosest)}"
@@ -265,12 +285,14 @@ def _conclusion(cells: pd.DataFrame, total: dict[Any, Any], loosest: dict[Any, A
         if metric == "ttft" or loosest[f"n_{metric}"] or total[f"n_{metric}"]
     ]
     price = f"{_count(total['rejected'])} of {_count(total['offered'])} requests refused"
-    if total["rejected"]:
+    if total["timeout"]:
+        price += f", {_count(total['timeout'])} timed out"
+    if total["n_reject"]:
         price += f", p99 of a refusal {_tail(total, 'reject', 4)} ms"
     if total["attempts"] > total["offered"]:
         price += f", {_number(total['amplification'])} tries per request"
     if not pd.isna(total["good"]):
-        shares = [_percent(_served_share(cell)) for cell in (loosest, total)]
+        shares = [percent(_served_share(cell)) for cell in (loosest, total)]
         price += f"; served within the goals: {' to '.join(shares)} of the offered"
     return f"{limits}, {', '.join([throughput, *tails])}; the price: {price}."
 
@@ -350,14 +372,18 @@ def load_lines(manifest: Mapping[str, Any]) -> list[str]:
 def client_lines(facts: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
     """For each cell whose client was busy most of the time, when the server may not be what was slow, or sent again."""
     busiest: dict[str, float] = {}
+    longest_s: dict[str, float] = {}
     resent: dict[str, int] = {}
     for (cell_id, _), known in facts.items():
         client = known.get("client") or {}
-        busiest[cell_id] = max(busiest.get(cell_id, 0.0), client.get("busy_share", 0.0))
+        # Of its busiest tenth of a second: what waited then waited, however idle the rest was.
+        busiest[cell_id] = max(busiest.get(cell_id, 0.0), client.get("busy_share_max_100ms", 0.0))
+        longest_s[cell_id] = max(longest_s.get(cell_id, 0.0), client.get("longest_turn_s", 0.0))
         resent[cell_id] = resent.get(cell_id, 0) + client.get("resent", 0)
     return [
-        f"Warning: {cell_id}: the client was busy {100 * share:.0f} % of the time, more than {100 * BUSY_CLIENT:g} %:"
-        " it may have been the bottleneck (--client-workers)"
+        f"Warning: {cell_id}: the client was busy for {100 * share:.0f} % of its busiest 100 ms, and did not look for"
+        f" what came for up to {1e3 * longest_s[cell_id]:.1f} ms: its own queue is in the latencies of then"
+        " (--client-workers)"
         for cell_id, share in busiest.items()
         if share > BUSY_CLIENT
     ] + [
@@ -405,7 +431,7 @@ def _number(value: float, decimals: int = 2) -> str:
     return "n/a" if pd.isna(value) else f"{value:.{decimals}f}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Only a true 0 or 1 reads 0 or 100 %."""
     if np.isnan(share):
         return "n/a"

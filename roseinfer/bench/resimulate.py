@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.options import SweepOptions
 from roseinfer.bench.records import HTTP, REQUEST_SCHEMA, STEP_SCHEMA, as_frame
@@ -22,22 +24,22 @@ from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import CostModel
 
 _KEPT: Final = (
-    *("max_inflight", "max_active_requests", "max_batch_size", "pretok", "tokenize_workers"),
-    *("duration", "max_concurrency", "timeout", "seed", "repeats"),
+    *(
+        "max_inflight",
+        "admission",
+        "scheduling",
+        "max_active_requests",
+        "max_batch_size",
+        "pretok",
+        "tokenize_workers",
+    ),
+    *("duration", "max_concurrency", "timeout", "ttft_deadline", "seed", "repeats"),
+    *("retry", "retry_budget", "per_try_timeout"),
 )
 """Fields of a run's configuration that its simulation has too. When to send what is in its workload."""
 
 _CHOSEN: Final = ("max_num_batched_tokens", "kv_cache_tokens")
 """Sizes that an engine may choose itself; the facts of a cell hold them."""
-
-
-class EngineSizes(NamedTuple):
-    """The sizes of an engine, called as the flags of `run`; None: what a simulation takes by itself."""
-
-    max_batch_size: int
-    max_num_batched_tokens: int | None = None
-    kv_cache_tokens: int | None = None
-    max_model_len: int | None = None
 
 
 class Resimulated(NamedTuple):
@@ -70,8 +72,8 @@ def resimulated(
 
     Rows have the target "sim", and run_id, cell_id and repeat of what they predict. The run of an engine says how
     large its batches and its cache were. A server does not: of a run over HTTP only the limit is known, and `sizes`
-    must say the rest. Raises InputError where it does not, and for a run that is not finished (its workload is not on
-    disk) or whose clients retry, and for cells that it has not.
+    must say the rest. Raises InputError where it does not, or does of an engine, for a run that is not finished (its
+    workload is not on disk), and for cells that it has not.
     """
     experiment = _experiment(folder, model, sizes)
     cell_of = {cell.cell_id: cell for cell in experiment.cells}
@@ -103,7 +105,7 @@ def at_limits(
     shapes = dict.fromkeys(cell.shape for cell in experiment.cells)
     facts_of = {repeat: facts for (_, repeat), facts in folder.read_facts().items()}
     runs = [
-        (shape._replace(max_inflight=limit), repeat, facts)
+        (shape.at(AdmissionSpec(limit)), repeat, facts)
         for repeat, facts in facts_of.items()
         for shape, limit in itertools.product(shapes, limits)
     ]
@@ -136,14 +138,18 @@ def _experiment(folder: RunFolder, model: CostModel, sizes: EngineSizes | None) 
     if not workload.exists():
         raise InputError("RUN", str(folder.path), "is not finished: its workload is not on disk yet")
     saved = {name.replace("-", "_"): value for name, value in manifest["configuration"].items()}
-    if saved.get("retry", "none") != "none":
-        why = f"its clients retry (--retry {saved['retry']}), which those of a simulation do not"
-        raise InputError("RUN", str(folder.path), why)
     values: dict[str, Any] = {field: saved[field] for field in _KEPT if saved.get(field) is not None}
+    if "admission" in values:
+        del values["max_inflight"]  # what it stands at where nobody named it
     if manifest.get("target") != HTTP:
+        if sizes is not None:
+            why = f"{folder.run_id} was measured on an engine, whose sizes it holds"
+            raise InputError("--max-batch-size", sizes.max_batch_size, why)
         values["max_model_len"] = manifest["model"].get("max_model_len")
     elif sizes is None:
-        why = "was measured on a server, which does not say how large its batches are"
+        why = (
+            "was measured on a server, which does not say how large its batches are: --max-batch-size N does"
+        )
         raise InputError("RUN", str(folder.path), why)
     else:
         values |= {field: size for field, size in sizes._asdict().items() if size is not None}

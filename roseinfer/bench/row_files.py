@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, SCHEMA_VERSION, STEP_SCHEMA
+from roseinfer.bench.row_groups import ROW_GROUP_ROWS
 from roseinfer.errors import InvariantError
+from roseinfer.whole_files import written
 
 ATTEMPTS: Final = "attempts.parquet"
 SCHEMAS: Final = {
@@ -89,28 +90,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def made_aside(path: Path) -> Iterator[Path]:
-    """The hidden name under which to make `path`; renamed at the end, or removed if that is not reached."""
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        yield aside
-        aside.replace(path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(OSError):
-            aside.unlink()
-        raise
-
-
-@contextmanager
-def written(path: Path) -> Iterator[IO[bytes]]:
-    with made_aside(path) as aside, aside.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     text = json.dumps(plain(value), indent=1, allow_nan=False)
     with written(path) as file:
@@ -124,10 +103,41 @@ def write_parquet(path: Path, schema: Any, tables: Iterable[Any]) -> None:
             writer.write_table(table)
 
 
+def write_frames(path: Path, frames: Iterable[pd.DataFrame]) -> None:
+    """Frames of the same columns, one after another, as one table; small ones share a row group."""
+    tables = (pa.Table.from_pandas(frame, preserve_index=False) for frame in frames)
+    first = next(tables)
+    schema = first.schema.with_metadata({**first.schema.metadata, **METADATA})
+    write_parquet(path, schema, _in_groups(table.cast(schema) for table in chain([first], tables)))
+
+
+def _in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Put together until they have ROW_GROUP_ROWS rows."""
+    group: list[pa.Table] = []
+    n_rows = 0
+    for table in tables:
+        group.append(table)
+        n_rows += len(table)
+        if n_rows >= ROW_GROUP_ROWS:
+            yield pa.concat_tables(group)
+            group, n_rows = [], 0
+    if group:
+        yield pa.concat_tables(group)
+
+
 @contextmanager
 def parquet_writer(path: Path, schema: Any) -> Iterator[Any]:
-    with written(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    # Stamps hardly ever repeat, so that a dictionary of them is long, and made in vain.
+    numbers = [field.name for field in schema if pa.types.is_float64(field.type)]
+    with (
+        written(path) as file,
+        pq.ParquetWriter(
+            file, schema, compression="zstd", use_dictionary=texts, use_byte_stream_split=numbers
+        ) as writer,
+    ):
         yield writer
+    pa.default_memory_pool().release_unused()  # what it took to write is not needed soon
 
 
 def row_groups(path: Path) -> Iterator[Any]:
@@ -143,10 +153,9 @@ def read_parquet(path: Path) -> Any:
 
 def conformed(table: Any, schema: Any) -> Any:
     """`table` with the columns of `schema`: null where an older version of the tool did not know them yet."""
+    known = set(table.column_names)
     columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(len(table), field.type)
+        table[field.name].cast(field.type) if field.name in known else pa.nulls(len(table), field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)

@@ -6,19 +6,18 @@ server saw has rows of its own: `http.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
-import pyarrow as pa
 
 from roseinfer.bench.environment import public_text
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.records import Outcome
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
-from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
+from roseinfer.errors import QUEUE_TIMEOUT, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepRecord
 from roseinfer.request import FinishReason, TokenEvent
 from roseinfer.stream import Timings
@@ -44,15 +43,24 @@ class CellResult(NamedTuple):
     attempts: pd.DataFrame | None = None
 
 
+class CellInterrupted(KeyboardInterrupt):
+    """A user stopped a cell; `result` is what it had come to. Whoever does not know it sees a KeyboardInterrupt."""
+
+    def __init__(self, result: CellResult) -> None:
+        super().__init__()
+        self.result = result
+
+
 @dataclass(slots=True)
 class Attempt:
-    """One request as its client saw it: never sent, or refused, or answered (`timings`).
+    """One request as its client saw it: never sent, or refused, or answered (`timings`). Where clients retry, one try.
 
     `scheduled_s` is the workload's, in seconds from time zero; the other moments are clock seconds. `permitted_s` is
     when the client's own cap let it go, None where it did not hold it back. `waiting` and `inflight` are what it met
     when it was sent. `returned_s` is when submitting it came back. `gave_up_s` is when the client stopped waiting for
-    it, at its deadline, or without having sent it (`unsent_because` says why). The end of a stream is the last event
-    of the last delivery, unless the client gave up before: what it brought after that was not read.
+    it, at its deadline or because a user interrupted it, or without having sent it (`unsent_because` says why). The end
+    of a stream is the last event of the last delivery, unless the client gave up before: what it brought after that was
+    not read.
     """
 
     scheduled_s: float
@@ -68,6 +76,30 @@ class Attempt:
     deliveries: list[tuple[float, list[TokenEvent]]] = field(default_factory=list)
     gave_up_s: float | None = None
     unsent_because: str | None = None
+    is_interrupted: bool = False
+    predicted_ttft_s: float | None = None  # by the admission that let it in
+    earlier: list[Attempt] = field(
+        default_factory=list
+    )  # the tries of the same request before this, of the last
+
+
+@dataclass
+class EarlierTries:
+    """What the tries held that another one followed: how many slots, and for how long, in slot-seconds.
+
+    One that was never given back adds no time: admission's own integral shows it.
+    """
+
+    slots: int = 0
+    held_s: float = 0.0
+
+    def add(self, reserved_s: float, released_s: float | None) -> None:
+        self.slots += 1
+        self.held_s += 0.0 if released_s is None else released_s - reserved_s
+
+
+INTERRUPTED: Final = "interrupted"
+"""Why a request has no end, or was never sent, of which a user stopped the run."""
 
 
 def unsent_because(cap: int | None) -> str:
@@ -86,8 +118,8 @@ def factor_columns(
     return {
         "target": target,
         "model": model,
-        "admission": "none" if cell.max_inflight is None else f"inflight:{cell.max_inflight}",
-        "max_inflight": cell.max_inflight,
+        "admission": str(cell.admission),
+        "max_inflight": cell.max_inflight if cell.admission.is_count_alone else None,
         "burst_size": cell.burst_size,
         "prompt_len": prompt_len,
         "output_len": cell.output_len,
@@ -97,8 +129,9 @@ def factor_columns(
 
 
 def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
-    """The columns of REQUEST_SCHEMA that one attempt fills; seconds from `t0`."""
-    scheduled_s = attempt.scheduled_s
+    """The columns of REQUEST_SCHEMA that one request fills, of which `attempt` is the last try; seconds from `t0`."""
+    first = attempt.earlier[0] if attempt.earlier else attempt
+    scheduled_s = first.scheduled_s
     if attempt.sent_s is None:
         return {
             "scheduled_s": scheduled_s,
@@ -107,13 +140,15 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "error": attempt.unsent_because,
             "ended_s": _since(t0, attempt.gave_up_s),
         }
+    assert first.sent_s is not None
     row: dict[str, Any] = {
         "scheduled_s": scheduled_s,
-        "permitted_s": scheduled_s if attempt.permitted_s is None else attempt.permitted_s - t0,
-        "sent_s": attempt.sent_s - t0,
-        "attempts": 1,
-        "waiting_at_send": attempt.waiting,
-        "inflight_at_send": attempt.inflight,
+        "permitted_s": scheduled_s if first.permitted_s is None else first.permitted_s - t0,
+        "sent_s": first.sent_s - t0,
+        "last_sent_s": attempt.sent_s - t0 if attempt.earlier else None,
+        "attempts": len(attempt.earlier) + 1,
+        "waiting_at_send": first.waiting,
+        "inflight_at_send": first.inflight,
     }
     returned_s = _since(t0, attempt.returned_s)
     if isinstance(attempt.failure, SchedulerManagerOverloadedError):
@@ -122,11 +157,35 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
             "rejected_s": returned_s,
             "ended_s": returned_s,
             "reject_reason": attempt.failure.reason,
-            "reject_stage": "submit",
+            "reject_stage": attempt.failure.stage,
         }
     if attempt.failure is not None:
         return row | {"outcome": Outcome.ERROR, "ended_s": returned_s, "error": error_text(attempt.failure)}
     return row | {"admitted_s": returned_s} | _answer(attempt, t0)
+
+
+_OF_TRIES: Final = (
+    "ended_s outcome reject_reason error received_first_s received_last_s output_tokens".split()
+)
+
+
+def attempt_rows(request_index: int, last: Attempt, t0: float) -> Iterator[dict[str, Any]]:
+    """The columns of ATTEMPT_SCHEMA for each try of one request; seconds from `t0`."""
+    for number, attempt in enumerate((*last.earlier, last), 1):
+        if attempt.sent_s is None:
+            return  # it was never sent
+        row = request_row(replace(attempt, earlier=[]), t0)
+        refusal: BaseException | None = attempt.failure
+        if attempt.deliveries:
+            refusal = attempt.deliveries[-1][1][-1].error
+        hint_s = refusal.retry_after_s if isinstance(refusal, SchedulerManagerOverloadedError) else None
+        yield {
+            "request_index": request_index,
+            "attempt": number,
+            "sent_s": attempt.sent_s - t0,
+            "retry_after_s": hint_s,
+            **{name: row.get(name) for name in _OF_TRIES},
+        }
 
 
 def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
@@ -145,8 +204,9 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         stamps["last_token_s"] = token_times_s[-1] if token_times_s else None
         end = {
             "ended_s": attempt.gave_up_s - t0,
-            "outcome": Outcome.TIMEOUT,
+            "outcome": Outcome.INCOMPLETE if attempt.is_interrupted else Outcome.TIMEOUT,
             "finish_reason": FinishReason.ABORT,
+            "error": INTERRUPTED if attempt.is_interrupted else None,
         }
     else:
         ended_s, last_events = attempt.deliveries[-1]
@@ -158,6 +218,14 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
             "finish_reason": event.finish_reason,
             "error": None if event.error is None else error_text(event.error),
         }
+        if isinstance(event.error, SchedulerManagerOverloadedError):
+            end |= {
+                "outcome": outcome_of_drop(event.error),
+                "rejected_s": end["ended_s"],
+                "reject_reason": event.error.reason,
+                "reject_stage": event.error.stage,
+                "error": None,
+            }
     return {
         **stamps,
         **end,
@@ -165,6 +233,7 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         "received_last_s": chunks[-1][0] if chunks else None,
         "prompt_tokens": attempt.prompt_tokens,
         "cached_tokens": attempt.cached_tokens,
+        "predicted_ttft_s": attempt.predicted_ttft_s,
         "output_tokens": len(token_times_s),
         "token_times_s": token_times_s or None,
         "chunk_times_s": [received_s for received_s, _ in chunks] or None,
@@ -172,9 +241,14 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
     }
 
 
+def outcome_of_drop(error: SchedulerManagerOverloadedError) -> Outcome:
+    """What became of a request that was dropped while it waited."""
+    return Outcome.TIMEOUT if error.reason == QUEUE_TIMEOUT else Outcome.REJECTED
+
+
 STEP_COLUMNS: Final = tuple(
     "step plan_start_s exec_start_s exec_end_s published_s prefill_requests prefill_tokens prefill_attention_pairs"
-    " decode_requests context_tokens cached_tokens waiting running kv_tokens members".split()
+    " decode_requests context_tokens cached_tokens waiting running kv_tokens inflight_limit members".split()
 )
 
 
@@ -203,6 +277,7 @@ def step_values(
         step.waiting,
         step.running,
         step.kv_tokens,
+        step.inflight_limit,
         members,
     )
 
@@ -214,46 +289,3 @@ def _since(t0: float, stamp: float | None) -> float | None:
 def error_text(error: BaseException) -> str:
     """What a record says of an error: nothing of this machine."""
     return f"{type(error).__name__}: {public_text(str(error))}"
-
-
-ROW_GROUP_ROWS: Final = 65_536
-
-
-class RowGroups:
-    """Takes rows one by one, and hands them on as tables of ROW_GROUP_ROWS rows, the last one of what is left.
-
-    A row is a tuple in the order of `names`; `constants` are columns that are the same in all rows.
-    """
-
-    def __init__(
-        self,
-        schema: pa.Schema,
-        names: Sequence[str],
-        constants: Mapping[str, Any],
-        hand_on: Callable[[pa.Table], None],
-    ) -> None:
-        self._rows: list[tuple[Any, ...]] = []
-        self._varying = [schema.field(name) for name in names]
-        self._constant = [(schema.field(name), value) for name, value in constants.items()]
-        self._hand_on = hand_on
-
-    def add(self, row: tuple[Any, ...]) -> None:
-        self._rows.append(row)
-        if len(self._rows) == ROW_GROUP_ROWS:
-            self._flush()
-
-    def finish(self) -> None:
-        """Hands the rest on."""
-        if self._rows:
-            self._flush()
-
-    def _flush(self) -> None:
-        n = len(self._rows)
-        columns = [
-            pa.array(column, type=field.type)
-            for field, column in zip(self._varying, zip(*self._rows, strict=True), strict=True)
-        ]
-        columns += [pa.repeat(pa.scalar(value, field.type), n) for field, value in self._constant]
-        self._rows.clear()
-        fields = [*self._varying, *(field for field, _ in self._constant)]
-        self._hand_on(pa.Table.from_arrays(columns, schema=pa.schema(fields)))

@@ -22,6 +22,7 @@ class Stream(IntEnum):
     PROMPT_LENGTHS = 2
     OUTPUT_LENGTHS = 3
     TICKS = 4
+    PRIORITIES = 5
 
 
 def block_rngs(seed: int, repeat: int, stream: Stream) -> Iterator[np.random.Generator]:

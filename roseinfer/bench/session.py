@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -17,10 +17,11 @@ import pandas as pd
 
 from roseinfer.bench import measurement, report, shards
 from roseinfer.bench.burst_report import burst_report
+from roseinfer.bench.class_report import class_tables, refusal_lines
 from roseinfer.bench.engine_bench import engine_bench
 from roseinfer.bench.environment import REMOTE, describe_environment, public_command
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.goals import parse_goal
+from roseinfer.bench.goals import Goal, parse_goal
 from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of, told_of_lengths
 from roseinfer.bench.http_options import BUILTIN_TOKENIZER
 from roseinfer.bench.load_share import told_of_load
@@ -40,13 +41,23 @@ FILE_FLAGS: Final = ("trace", "workload", "cost_model", "tokenizer", "target_cmd
 """Fields that name a file; a run keeps the last part of its path only, which tells nobody where it was made."""
 
 
+UNSAID: Final = "status_code finish_reason inflight_at_send waiting_at_send chunk_tokens".split()
+"""Columns of requests that no sentence is made of."""
+
+UNEXPLAINED: Final = (
+    "step plan_start_s published_s prefill_tokens prefill_attention_pairs decode_requests context_tokens"
+    " cached_tokens waiting running kv_tokens inflight_limit"
+).split()
+"""Columns of steps that say nothing of what a request waited for."""
+
+
 class _Prepared(NamedTuple):
     """How to run cells, and what run.json says of it: `model` is what computes, `environment` where (None: here).
 
-    `workload` holds all requests; `warm_up` is called before the first cell.
+    `workload` gives the table of all requests in parts; `warm_up` is called before the first cell.
     """
 
-    workload: pd.DataFrame
+    workload: Callable[[], Iterable[pd.DataFrame]]
     notes: list[str]
     model: dict[str, Any]
     run_cells: measurement.RunCells
@@ -68,14 +79,19 @@ class Session:
         default_name: str,
         resume: Path | None = None,
         command: str | None = None,
+        bench_of: Callable[[Experiment], measurement.Bench] = engine_bench,
     ) -> None:
-        """`command` is what run.json says that the run was started with; None: this process's command line."""
+        """`command` is what run.json says that the run was started with; None: this process's command line.
+
+        `bench_of` sets the engine up, where one in this process is measured.
+        """
         if not experiment.is_http:  # a server that is started here waits as its own people want it to
             sleep_while_waiting()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
         self._command = public_command(sys.argv) if command is None else command
         self.folder: RunFolder | None = None
+        self._bench_of = bench_of
         self._progress = Progress(quiet=options.quiet)
         self._name = default_name if options.experiment_name is None else options.experiment_name
         self._slos = [parse_slo(text) for text in experiment.slos]
@@ -85,9 +101,12 @@ class Session:
         if experiment.is_http:
             self._tokenizer = tokenizer_of(options.tokenizer)
             experiment.check_fits(MOST_TOKENS)
-        elif options.cost_model is None:
+        elif options.target != "sim":
             self._check_model()
+            if options.cost_model is not None:
+                CostModel.read(options.cost_model)  # what is wrong with it is said before a model loads
         else:
+            assert options.cost_model is not None
             self._simulated = SimTarget(CostModel.read(options.cost_model), experiment)
             experiment.check_fits(self._simulated.max_model_len)
             self._simulated.check_fitted()
@@ -145,7 +164,7 @@ class Session:
             manifest = measurement.manifest(
                 experiment,
                 prepared.model,
-                prepared.workload,
+                prepared.workload(),
                 prepared.notes,
                 self._command,
                 prepared.environment,
@@ -161,14 +180,27 @@ class Session:
                     claims.enter_context(self.folder.claimed())
                 measurement.measure(experiment, self.folder, progress, prepared.run_cells)
             progress("summing up")
-            self.summary = measurement.conclude(self.folder, prepared.workload)
-            self._requests = self.folder.read_requests()
-            self.conclusions = report.conclusions(self.summary)
+            self._conclude(measurement.conclude(self.folder, prepared.workload()))
             if self._slos:
                 self.recommendations = recommend(self._requests, self.summary, self._slos, seed=options.seed)
-            else:
-                self.recommendations = []
         return self.summary
+
+    def conclude_interrupted(self) -> bool:
+        """After an interrupt: sums up what is on disk of a run that is not over. False where that is nothing.
+
+        What is there recommends nothing.
+        """
+        if self.folder is None or self.folder.is_compacted or not self.folder.read_facts():
+            return False
+        self._conclude(measurement.summary_of(self.folder))
+        return True
+
+    def _conclude(self, summary: pd.DataFrame) -> None:
+        assert self.folder is not None
+        self.summary = summary
+        self._requests = self.folder.read_requests(without=UNSAID)
+        self.conclusions = report.conclusions(summary)
+        self.recommendations = []
 
     def _set_up(self, progress: Progress, claims: ExitStack) -> _Prepared:
         if self.experiment.is_http:
@@ -178,9 +210,9 @@ class Session:
         if self.experiment.options.ray is not None:
             return self._set_up_cluster(progress, claims, self.experiment.options.ray)
         progress("loading the model")
-        bench = engine_bench(self.experiment)
+        bench = self._bench_of(self.experiment)
         return _Prepared(
-            bench.source.table(),
+            bench.source.table_blocks,
             bench.source.notes,
             bench.model,
             partial(measurement.run_cells, bench),
@@ -202,7 +234,7 @@ class Session:
             run_cells = partial(shards.run_cells, bench, options.shards)
         else:
             run_cells = partial(measurement.run_cells, bench)
-        return _Prepared(source.table(), source.notes, bench.model, run_cells)
+        return _Prepared(source.table_blocks, source.notes, bench.model, run_cells)
 
     def _set_up_cluster(self, progress: Progress, claims: ExitStack, address: str) -> _Prepared:
         from roseinfer.bench.ray_shards import Cluster, machines
@@ -211,7 +243,9 @@ class Session:
         cluster = claims.enter_context(Cluster(address))
         crew = claims.enter_context(machines(cluster, self.experiment, engine_bench))
         described, workload, notes = crew.draw()
-        return _Prepared(workload, notes, described.model, crew.run_cells, environment=described.environment)
+        return _Prepared(
+            lambda: [workload], notes, described.model, crew.run_cells, environment=described.environment
+        )
 
     def _set_up_server(self, progress: Progress, claims: ExitStack) -> _Prepared:
         experiment = self.experiment
@@ -232,7 +266,7 @@ class Session:
         progress("asking the server" if experiment.options.target_cmd is None else "starting the server")
         model = target.describe(measurement.order(experiment)[0][0])
         bench = measurement.Bench(target, source, model)
-        return _Prepared(source.table(), source.notes, model, partial(measurement.run_cells, bench))
+        return _Prepared(source.table_blocks, source.notes, model, partial(measurement.run_cells, bench))
 
     @staticmethod
     def _check_same(folder: RunFolder, manifest: dict[str, Any]) -> None:
@@ -255,10 +289,16 @@ class Session:
         else:
             for table in report.tables(self.summary, width or report.TABLE_WIDTH):
                 print(table, end="\n\n", file=out)
+        goals = [parse_goal(text) for text in self.experiment.goals]
+        goals = goals or [Goal(slo.metric, slo.limit_ms) for slo in self._slos]
+        names = self.experiment.class_names
+        for table in class_tables(self._requests, names, goals, width or report.TABLE_WIDTH):
+            print(table, end="\n\n", file=out)
         for line in [
             f"{report.model_name(manifest)} on {report.machine_name(manifest)}",
             *self.conclusions,
-            *report.explain_lines(self._requests, self.folder.read_steps()),
+            *refusal_lines(self._requests),
+            *report.explain_lines(self._requests, self.folder.read_steps(without=UNEXPLAINED)),
             *[recommendation.sentence() for recommendation in self.recommendations],
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
@@ -293,8 +333,10 @@ class Session:
             for field in unkept_files(self.folder.manifest)
         ]
         total = len(self.experiment.cells) * self.experiment.options.repeats
+        in_part = ", and what there is of another, which is to be measured anew"
         return (
-            f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk."
+            f"interrupted; {len(self.folder.finished_cells())} of {total} cells are on disk"
+            f"{in_part if self.folder.interrupted_cells() else ''}."
             f" To go on: roseinfer-bench sweep --resume {shlex.quote(str(self.folder.path))}{''.join(files)}"
         )
 
@@ -325,6 +367,7 @@ def draw_figures(
     """
     from roseinfer.bench.figure_style import Caption
     from roseinfer.bench.plots import draw_all
+    from roseinfer.bench.who_is_refused import WORKLOAD_COLUMNS
 
     requests = folder.read_requests()
     if requests.empty:
@@ -337,4 +380,12 @@ def draw_figures(
     place = folder.path / "figures" if output_dir is None else output_dir
     steps = folder.read_steps() if explain else None
     summary = measurement.summary_of(folder)
-    return draw_all(requests, summary, caption, place, steps=steps, prediction_errors=prediction_errors)
+    return draw_all(
+        requests,
+        summary,
+        caption,
+        place,
+        steps=steps,
+        workload=folder.read_workload(WORKLOAD_COLUMNS),
+        prediction_errors=prediction_errors,
+    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe
@@ -21,6 +20,7 @@ from roseinfer.bench import measurement
 from roseinfer.bench.http.parent import tie_to
 from roseinfer.bench.measurement import Bench, CellRun
 from roseinfer.bench.store import RunFolder
+from roseinfer.bench.termination import without_ctrl_c
 from roseinfer.errors import RoseinferError, RunError
 
 END_S: Final = 5.0
@@ -167,21 +167,11 @@ class Shards:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._bench, self._folder.path), daemon=True)
         resource_tracker.ensure_running()  # else starting the process starts it, and lets SIGINT through again
-        with _without_ctrl_c():
+        with without_ctrl_c():
             process.start()
             self._processes[ours] = process
         theirs.close()
         return ours
-
-
-@contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """A process that is started in its `with` never gets the SIGINT that a terminal sends to all; we get it after."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(pipe: Pipe, bench: Bench, path: Path) -> None:

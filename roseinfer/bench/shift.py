@@ -97,13 +97,13 @@ Side = list[NDArray[np.float64]]
 """TTFT in ms of the completed requests, sorted, an array a repeat."""
 
 
-def _samples(requests: pd.DataFrame) -> dict[tuple[float | None, ...], Side]:
+def _samples(requests: pd.DataFrame) -> dict[tuple[float | str | None, ...], Side]:
     """Of every cell, named by the values of its factors."""
     derived = derive(requests)
     derived = derived.assign(ttft_ms=1000 * derived["ttft_s"].where(derived["outcome"] == Outcome.COMPLETED))
-    cells: dict[tuple[float | None, ...], Side] = {}
+    cells: dict[tuple[float | str | None, ...], Side] = {}
     for values, rows in derived.groupby(list(FACTORS), dropna=False, sort=False):
-        name = tuple(None if pd.isna(value) else value for value in cast("tuple[float, ...]", values))
+        name = tuple(None if pd.isna(value) else value for value in cast("tuple[float | str, ...]", values))
         cells[name] = [
             np.sort(repeat["ttft_ms"].dropna().to_numpy(np.float64))
             for _, repeat in steady_rows(rows).groupby("repeat")

@@ -81,9 +81,11 @@ class Side:
             for row in labelled.to_dict("records")
         }
 
-    def factors(self, cell: str) -> dict[str, float | None]:
+    def factors(self, cell: str) -> dict[str, float | str | None]:
+        """What a rule's `cells` is compared with: the limit as text, numbers as float, None where there is none."""
         row = self.cells[cell]
-        return {factor: None if pd.isna(row[factor]) else float(row[factor]) for factor in FACTORS}
+        others = {factor: None if pd.isna(row[factor]) else float(row[factor]) for factor in FACTORS[1:]}
+        return {"admission": row["admission"], **others}
 
     @cached_property
     def repeats(self) -> dict[str, pd.DataFrame]:

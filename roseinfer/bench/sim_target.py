@@ -7,6 +7,7 @@ complete, so that memory holds what is in flight and a row group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 from zlib import crc32
 
@@ -16,24 +17,35 @@ import pyarrow as pa
 
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
-from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA
+from roseinfer.bench.priorities import TtftDeadlines
+from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, STEP_SCHEMA
+from roseinfer.bench.retries import Retrier
+from roseinfer.bench.row_groups import RowGroups
 from roseinfer.bench.rows import (
     STEP_COLUMNS,
     CellResult,
-    RowGroups,
+    EarlierTries,
     factor_columns,
     step_values,
     unsent_because,
 )
-from roseinfer.bench.sim_rows import SENT_COLUMNS, InOrder, sent_values, unsent_values
+from roseinfer.bench.sim_rows import (
+    SENT_COLUMNS,
+    TRY_COLUMNS,
+    InOrder,
+    sent_values,
+    try_values,
+    unsent_values,
+)
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import InputError
 from roseinfer.executor import StepRecord
+from roseinfer.request import Request
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, OutsideFitted
 from roseinfer.sim.costs import Costs
-from roseinfer.sim.virtual import Arrival, Sent, SimLimits, simulate
+from roseinfer.sim.virtual import Arrival, Sent, SimLimits, request_index, simulate
 
 VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 """When every simulated cell began: the wall clock has no part in it."""
@@ -83,30 +95,44 @@ class SimTarget:
         """One cell and repeat, from the first arrival (time zero) to the last token."""
         taken = _Frames()
         facts, notes = self.record(cell, [workload], taken)
-        return CellResult(
-            taken.frame("requests", REQUEST_SCHEMA), taken.frame("steps", STEP_SCHEMA), facts, notes
-        )
+        tries = taken.frame("attempts", ATTEMPT_SCHEMA) if self._experiment.load.retries.is_on else None
+        requests, steps = taken.frame("requests", REQUEST_SCHEMA), taken.frame("steps", STEP_SCHEMA)
+        return CellResult(requests, steps, facts, notes, tries)
 
     def record(
         self, cell: Cell, blocks: Iterable[Workload], taker: RowTaker
     ) -> tuple[CellFacts, dict[str, Any]]:
         """`run` for a workload that comes in blocks, and rows that leave as they are complete: facts and notes."""
-        load, limits, rules = self._experiment.load, self.limits(cell), self._rules()
+        load, limits = self._experiment.load, self.limits(cell)
         blocks = iter(blocks)
         first = next(blocks)
+        rules = self._rules(first)
         factors = factor_columns(self.name, self._cost_model.name, cell, first)
+        class_names = None if first.classes is None else first.classes.names
         is_closed = first.scheduled_s is None
         keeps_times = not self._experiment.options.no_token_times
-        requests = RowGroups(REQUEST_SCHEMA, SENT_COLUMNS, factors, lambda rows: taker.add("requests", rows))
+        columns = SENT_COLUMNS if class_names is None else ("priority", *SENT_COLUMNS)
+        requests = RowGroups(REQUEST_SCHEMA, columns, factors, lambda rows: taker.add("requests", rows))
         steps = RowGroups(STEP_SCHEMA, STEP_COLUMNS, {}, lambda rows: taker.add("steps", rows))
         in_order = InOrder(requests.add)
-        index_of = int if keeps_times else None  # request ids of a simulation are request indexes
+        tries = RowGroups(ATTEMPT_SCHEMA, TRY_COLUMNS, {}, lambda rows: taker.add("attempts", rows))
+        tries_in_order = InOrder(lambda rows: [*map(tries.add, rows)])
+        earlier = EarlierTries()
+        index_of = request_index if keeps_times else None
         fitted = self._cost_model.fitted
         outside = None if fitted is None else OutsideFitted(fitted)
         n_steps = 0
 
+        def add_row(index: int, priority: int, values: tuple[Any, ...]) -> None:
+            in_order.add(index, values if class_names is None else (class_names[priority], *values))
+
         def on_request(sent: Sent) -> None:
-            in_order.add(sent.index, sent_values(sent, keeps_times))
+            add_row(sent.index, sent.priority, sent_values(sent, keeps_times))
+            if rules.retrier is not None:
+                tries_in_order.add(sent.index, tuple(map(try_values, (*sent.earlier, sent))))
+                for one in sent.earlier:
+                    if isinstance(one.fate, Request):
+                        earlier.add(one.fate.reserved_s, one.fate.ticket.released_s)
 
         def on_step(step: StepRecord) -> None:
             nonlocal n_steps
@@ -117,7 +143,7 @@ class SimTarget:
                 outside.add(values[_COMPOSITION])
 
         run = simulate(
-            _arrivals(first, blocks),
+            _arrivals(first, blocks, load.ttft_deadlines),
             limits,
             self._costs(cell, first.repeat),
             rules,
@@ -127,17 +153,23 @@ class SimTarget:
         # What a closed loop did not come to was never offered.
         for index, arrival in run.unsent:
             why = unsent_because(rules.max_concurrency)
-            in_order.add(index, unsent_values(index, arrival, rules.duration_s, why))
+            add_row(index, arrival.priority, unsent_values(index, arrival, rules.duration_s, why))
+            tries_in_order.add(index, ())
         in_order.finish(run.offered)
         requests.finish()
+        tries.finish()
         steps.finish()
         counts = run.admission.counts()
         facts = CellFacts(
             offered=run.offered,
             limit=cell.max_inflight,
+            token_limit=cell.admission.tokens,
             peak_inflight=counts.peak_inflight,
+            peak_held_tokens=counts.peak_held_tokens,
             inflight_integral_s=counts.inflight_integral_s,
             inflight_at_start=0,
+            earlier_slots=earlier.slots,
+            earlier_held_s=earlier.held_s,
             started_utc=VIRTUAL_START_UTC,
             max_concurrency=rules.max_concurrency,
             peak_outstanding=run.peak_outstanding,
@@ -177,7 +209,9 @@ class SimTarget:
         """The sizes of the simulated engine."""
         options = self._experiment.options
         return SimLimits(
-            max_inflight_requests=cell.max_inflight,
+            admission=str(cell.admission),
+            scheduling=options.scheduling,
+            cost_model=self._cost_model if cell.admission.needs_cost_model else None,
             max_batch_size=options.max_batch_size,
             max_active_requests=options.max_active_requests,
             # As an engine on a CPU chooses it.
@@ -198,7 +232,7 @@ class SimTarget:
             seed, as_text=not options.pretok, tokenize_workers=options.tokenize_workers
         )
 
-    def _rules(self) -> ClientRules:
+    def _rules(self, workload: Workload) -> ClientRules:
         load = self._experiment.load
         return ClientRules(
             max_concurrency=load.max_concurrency,
@@ -206,6 +240,8 @@ class SimTarget:
             refused_pause_s=CLOSED_LOOP_REFUSED_PAUSE_S,
             duration_s=load.duration_s,
             timeout_s=load.timeout_s,
+            retrier=partial(Retrier, load.retries, workload.prompt_seed) if load.retries.is_on else None,
+            per_try_timeout_s=load.retries.per_try_timeout_s,
         )
 
 
@@ -231,7 +267,7 @@ class _Frames:
     """Keeps all that it takes."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, list[pa.Table]] = {"requests": [], "steps": []}
+        self._tables: dict[str, list[pa.Table]] = {"requests": [], "steps": [], "attempts": []}
 
     def add(self, name: str, rows: pa.Table) -> None:
         self._tables[name].append(rows)
@@ -242,10 +278,13 @@ class _Frames:
         return frame
 
 
-def _arrivals(first: Workload, others: Iterator[Workload]) -> Iterator[Arrival]:
+def _arrivals(first: Workload, others: Iterator[Workload], deadlines: TtftDeadlines) -> Iterator[Arrival]:
     block: Workload | None = first
     while block is not None:
         n = len(block.prompt_tokens)
         due_s = [0.0] * n if block.scheduled_s is None else block.scheduled_s.tolist()
-        yield from map(Arrival, due_s, block.prompt_tokens.tolist(), block.output_tokens.tolist())
+        lengths = block.prompt_tokens.tolist(), block.output_tokens.tolist()
+        places = [0] * n if block.classes is None else block.classes.places.tolist()
+        deadlines_s = deadlines.of(() if block.classes is None else block.classes.names)
+        yield from map(Arrival, due_s, *lengths, places, [deadlines_s[place] for place in places])
         block = next(others, None)

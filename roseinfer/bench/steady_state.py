@@ -88,12 +88,13 @@ def recoveries_s(derived: pd.DataFrame) -> NDArray[np.float64]:
     """Seconds after which each burst over background load was over: float64[bursts], inf where it never was.
 
     Requests due at the same instant are a burst, all others (of `records.derive`, one repeat) are background. The
-    level before a burst is the 90th percentile of the queue waits of the background due since the burst before was
+    level before a burst is the 90th percentile of the waits of the background due since the burst before was
     over (since the start, for the first); where that are fewer than 5 requests, it is the level before that burst.
     A burst is over when a background request due after it waits no longer than that level, and so does the median
     of it and the 4 after it, all due before the next burst: the time from the burst to when that request was due.
-    A request that never left the queue, refused ones too, counts as an endless wait. Empty for other arrivals, and
-    where no burst has a finite level before it, or nobody says how long requests were queued.
+    Waits are those in the queue, and, of who came back, those between the first try and the last as well. A request
+    that was not served counts as an endless wait. Empty for other arrivals, and where no burst has a finite level
+    before it, or nobody says how long requests were queued.
     """
     if not _is_open_loop(derived) or has_warm_up(derived) or derived["queue_wait_s"].isna().all():
         return np.empty(0)
@@ -103,7 +104,9 @@ def recoveries_s(derived: pd.DataFrame) -> NDArray[np.float64]:
     bursts_s = instants_s[size > 1]
     alone = size[place] == 1
     background_s = due_s[alone]
-    waits_s = ordered["queue_wait_s"].fillna(np.inf).to_numpy(dtype=np.float64)[alone]
+    waited_s = ordered["retry_wait_s"] + ordered["queue_wait_s"]
+    is_served = ordered["outcome"] == Outcome.COMPLETED
+    waits_s = waited_s.where(is_served).fillna(np.inf).to_numpy(dtype=np.float64)[alone]
     edges = np.searchsorted(background_s, [*bursts_s, np.inf])
 
     found: list[float] = []

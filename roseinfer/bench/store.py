@@ -7,7 +7,8 @@
 
 Whatever is written is first written aside, under a hidden name, and renamed once when it is whole. As long as
 `cells/` exists it is the truth and the compacted files are not read; it goes last, by one rename. So a run
-that is killed at any moment is whole, but for the cell that was running.
+that is killed at any moment is whole, but for the cell that was running. One that was interrupted is there with what
+it had come to, and is not finished: to go on is to measure it anew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, Final
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.bench.lean_frames import lean_frame
 from roseinfer.bench.records import SCHEMA_VERSION, as_frame
 from roseinfer.bench.row_files import (
     ATTEMPTS,
@@ -34,17 +36,21 @@ from roseinfer.bench.row_files import (
     SCHEMAS,
     CellWriter,
     conformed,
-    made_aside,
     plain,
     read_parquet,
     row_groups,
+    write_frames,
     write_json,
     write_parquet,
 )
 from roseinfer.errors import InputError, InvariantError, RunError
+from roseinfer.whole_files import made_aside
 
 CellKey = tuple[str, int]
 """(cell_id, repeat)"""
+
+INTERRUPTED_S: Final = "interrupted_s"
+"""Of the facts of a cell: null, or when it was interrupted."""
 
 _OWN_KEYS: Final = ("schema_version", "run_id", "experiment", "status", "facts")
 _LONGEST_NAME_BYTES: Final = 200
@@ -182,10 +188,15 @@ class RunFolder:
         return {key: value for key, value in self._run.items() if key not in _OWN_KEYS}
 
     def finished_cells(self) -> set[CellKey]:
-        """The cells and repeats that are on disk, whole."""
+        """The cells and repeats that are on disk, whole: not those that were interrupted, as their facts say."""
         if self.is_compacted:
             return {(entry["cell_id"], entry["repeat"]) for entry in self._run["facts"]}
-        return {_cell_key(cell) for cell in self._cell_folders()}
+        facts = self.read_facts()
+        return {key for key, said in facts.items() if said.get(INTERRUPTED_S) is None}
+
+    def interrupted_cells(self) -> set[CellKey]:
+        """The cells and repeats of which a part is on disk. `cell` replaces them."""
+        return set(self.read_facts()) - self.finished_cells()
 
     def write_cell(
         self,
@@ -213,11 +224,12 @@ class RunFolder:
     def cell(self, cell_id: str, repeat: int) -> Iterator[CellWriter]:
         """Save one cell and repeat row group by row group: at the end of the `with` all of it is there, or nothing.
 
-        Raises what `write_cell` raises.
+        One that was interrupted is replaced, by then. Raises what `write_cell` raises.
         """
         check_name("cell_id", cell_id)
         cell = self.path / "cells" / f"{cell_id}@{repeat}"
-        if self.is_compacted or cell.exists():
+        is_there = cell.exists()
+        if self.is_compacted or (is_there and (cell_id, repeat) not in self.interrupted_cells()):
             raise InvariantError(f"{cell.name} is saved already, or its run is compacted")
         key: dict[str, Any] = {"run_id": self.run_id, "cell_id": cell_id, "repeat": repeat}
         with self._reported(f"could not save {cell.name}"), made_aside(cell) as aside:
@@ -227,21 +239,23 @@ class RunFolder:
                 yield writer
                 writer.complete()
             write_json(aside / "facts.json", writer.facts)
+            if is_there:
+                replaced = cell.with_name(f".{cell.name}.replaced.aside")
+                cell.replace(replaced)
+        if is_there:
+            shutil.rmtree(replaced, ignore_errors=True)  # `clear_leftovers` finds what stays
 
-    def compact(self, summary: pd.DataFrame, workload: pd.DataFrame | None) -> None:
-        """Turn the cells into one file a kind, and add `summary` and `workload` (None: there is none).
+    def compact(self, summary: pd.DataFrame, workload: Iterable[pd.DataFrame] | None) -> None:
+        """Turn the cells into one file a kind, and add `summary` and `workload`, in parts (None: there is none).
 
         Memory holds one row group at a time. Repeating it, after a kill or to replace the summary, is harmless.
         Afterwards no cell can be added. Raises RunError where the disk does not take it; the cells are still
         there then.
         """
         with self._reported("could not compact the cells"):
-            frames = {"summary.parquet": summary, "workload.parquet": workload}
-            for name, frame in frames.items():
-                if frame is not None:
-                    table = pa.Table.from_pandas(frame, preserve_index=False)
-                    table = table.replace_schema_metadata({**table.schema.metadata, **METADATA})
-                    write_parquet(self.path / name, table.schema, [table])
+            write_frames(self.path / "summary.parquet", [summary])
+            if workload is not None:
+                write_frames(self.path / "workload.parquet", workload)
             if self.is_compacted:
                 return
             cells = self._cell_folders()
@@ -266,17 +280,28 @@ class RunFolder:
         with self._reported("could not mark the run as done"):
             self._rewrite({"status": "done"})
 
-    def read_requests(self) -> pd.DataFrame:
-        """One row per offered request, by (cell_id, repeat). Integer columns with nulls come as float64."""
-        return self._read("requests.parquet")
+    def read_requests(self, *, without: Collection[str] = ()) -> pd.DataFrame:
+        """One row per offered request, by (cell_id, repeat). Integer columns with nulls come as float64.
 
-    def read_steps(self) -> pd.DataFrame:
-        """One row per engine step, by (cell_id, repeat)."""
-        return self._read("steps.parquet")
+        `without` some columns it is a `lean_frame`: a million rows take a tenth of the memory.
+        """
+        return self._read("requests.parquet", without)
+
+    def read_steps(self, *, without: Collection[str] = ()) -> pd.DataFrame:
+        """One row per engine step, by (cell_id, repeat). `without`: as of requests."""
+        return self._read("steps.parquet", without)
 
     def read_attempts(self) -> pd.DataFrame:
         """One row per try, by (cell_id, repeat); none where clients did not retry."""
         return self._read(ATTEMPTS)
+
+    def read_workload(self, columns: Collection[str]) -> pd.DataFrame | None:
+        """These columns of the workload given to `compact`, of all cells and repeats; None before, or without one."""
+        path = self.path / "workload.parquet"
+        if not path.exists():
+            return None
+        with self._reported("could not read workload.parquet"):
+            return pd.read_parquet(path, columns=list(columns))
 
     def read_summary(self) -> pd.DataFrame | None:
         """The summary given to `compact`; None before: make it from `read_requests` then."""
@@ -297,13 +322,15 @@ class RunFolder:
     def _cell_folders(self) -> list[Path]:
         return sorted((cell for cell in self.path.glob("cells/[!.]*@*")), key=_cell_key)
 
-    def _read(self, name: str) -> pd.DataFrame:
+    def _read(self, name: str, without: Collection[str] = ()) -> pd.DataFrame:
         with self._reported(f"could not read {name}"):
             files = (
                 [self.path / name] if self.is_compacted else [cell / name for cell in self._cell_folders()]
             )
             if name == ATTEMPTS:
                 files = [file for file in files if file.exists()]
+            if without:
+                return lean_frame(files, SCHEMAS[name], without)
             tables = [conformed(read_parquet(file), SCHEMAS[name]) for file in files]
             return as_frame(pa.concat_tables([SCHEMAS[name].empty_table(), *tables]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +26,7 @@ from roseinfer.bench.figure_style import (
     share_text,
     span_text,
 )
-from roseinfer.bench.labels import label_cells, limits_of
+from roseinfer.bench.labels import NO_LIMIT, label_cells, limits_of
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.stats import percentile
 
@@ -39,7 +40,7 @@ def points_data(summary: pd.DataFrame) -> pd.DataFrame:
         *("p99_queue_wait_ms", "p99_queue_wait_ms_lo", "p99_queue_wait_ms_hi"),
         "output_throughput",
     ]
-    counted = ["valid", "offered", "completed", "rejected", "reject_rate", "n_ttft"]
+    counted = ["valid", "offered", "completed", "rejected", "timeout", "reject_rate", "n_ttft"]
     cells = ["combination", "limit", *FACTORS[1:], "repeat"]
     points = label_cells(summary.sort_values("repeat"))[[*cells, *counted, *measured]]
     return points.assign(**{column: points[column].where(points["completed"] > 0) for column in measured})
@@ -112,7 +113,8 @@ def _draw_strips(
             scale_values(axes, values, strip.label, strip.unit, log=strip.log)
         texts = [_tick_text(limit, cells[cells["limit"] == limit], strips[0].is_p99) for limit in limits]
         panel[-1].set_xticklabels(texts)
-        panel[-1].set_xlabel("admission limit (max requests in flight)")
+        are_counts = all(limit.isdecimal() or limit == NO_LIMIT for limit in limits)
+        panel[-1].set_xlabel("admission limit (max requests in flight)" if are_counts else "admission policy")
     marks = [Line2D([], [], color=GREY, marker="o", linestyle="", label="one repeat")]
     if len(repeats) > 1:
         marks.append(Line2D([], [], color=GREY, linewidth=2, label="median of the repeats"))
@@ -167,9 +169,11 @@ def _pooled_mark(x: list[float], y: list[float], colour: str, label: str = "") -
 def _tick_text(limit: str, cell: pd.DataFrame, under_p99: bool) -> str:
     """The limit and, under a percentile, what belongs beside it: the refusals, and n."""
     runs, pooled = cell[cell["repeat"].notna()], cell[cell["repeat"].isna()]
-    lines = [limit]
+    lines = textwrap.wrap(limit, _TICK_CHARS)
     if under_p99:
         lines += [f"{share_text(rate)} rejected" for rate in pooled["reject_rate"]]
+        timed_out = pooled.loc[pooled["timeout"] > 0, "timeout"] / pooled["offered"]
+        lines += [f"{share_text(share)} timed out" for share in timed_out.dropna()]
         served = runs.loc[runs["completed"] > 0, "n_ttft"]
         if len(runs) == 1 and len(served):
             lines.append(p99_text(served))

@@ -2,12 +2,12 @@
 
 Percentiles are nearest rank (`stats.PERCENTILE_METHOD`) over raw rows: those of a pooled row are taken from
 all requests of all repeats, never from the percentiles of the repeats. Latencies count completed requests
-only, `reject` the refusals at submission, `add_request` the admitted, `time_to_error` and `time_to_timeout` what
-ended so; `itl` pools the gaps between tokens, `chunk_gap` those between deliveries, `largest_itl` takes the largest
-gap between tokens of each request; `server_queue` and `server_prefill` are what a remote server says of itself. Of an
-open loop without bursts they leave the warm-up out (MSER-5); counts, rates and goodput are of all that was offered.
-An empty sample is null with n = 0. A bound that the repeats cannot give is -inf or inf, and so is a recovery
-that never came.
+only, `reject` the refusals at submission, `time_to_drop` what was dropped from the queue, `add_request` the admitted,
+`time_to_error` and `time_to_timeout` what ended so; `itl` pools the gaps between tokens, `chunk_gap` those between
+deliveries, `largest_itl` takes the largest gap between tokens of each request; `server_queue` and `server_prefill`
+are what a remote server says of itself. Of an open loop without bursts they leave the warm-up out (MSER-5); counts,
+rates and goodput are of all that was offered. An empty sample is null with n = 0. A bound that the repeats cannot give
+is -inf or inf, and so is a recovery that never came.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.goals import Goal, met
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.ratios import fewest_repeats, repeats_needed
-from roseinfer.bench.records import FACTOR_NAMES, FACTORS, REQUEST_SCHEMA, Outcome, derive, gaps_s
+from roseinfer.bench.records import FACTOR_NAMES, FACTORS, REQUEST_SCHEMA, Outcome, derive, gaps_s, rows_at
 from roseinfer.bench.stats import cluster_bootstrap, median_interval, percentile, percentiles
 from roseinfer.bench.steady_state import WarmUp, recoveries_s, warm_up
 from roseinfer.bench.validity import DEFAULT_MAX_ERROR_SHARE, CellFacts, check_cell
@@ -39,14 +40,25 @@ COMPLETED_METRICS: Final = (
     "largest_itl",
     "chunk_gap",
     "e2el",
+    "time_to_success",
     "prefill",
     "tokenize",
     "server_queue",
     "server_prefill",
 )
-METRICS: Final = (*COMPLETED_METRICS, "add_request", "reject", "time_to_error", "time_to_timeout")
+METRICS: Final = (
+    *COMPLETED_METRICS,
+    "add_request",
+    "reject",
+    "time_to_drop",
+    "time_to_error",
+    "time_to_timeout",
+)
 INTERVAL_METRICS: Final = ("queue_wait", "ttft", "tpot", "e2el")
 """Those whose p99 gets intervals in the pooled rows."""
+
+_JUDGED: Final = ("cap_wait_s", "send_lag_s", "ttft_s")
+"""Derived durations by which a cell is judged, and its warm-up cut."""
 
 _FACTOR_COLUMNS: Final = (
     *("target", "model", "admission", "max_inflight", "burst_size"),
@@ -68,12 +80,22 @@ SUMMARY_SCHEMA: Final = pa.schema(
         *[(str(outcome), pa.int64()) for outcome in Outcome],
         ("reject_rate", pa.float64()),  # rejected / offered
         ("error_rate", pa.float64()),  # (error + timeout + incomplete) / offered
+        (
+            "unserved_rate",
+            pa.float64(),
+        ),  # (offered - completed) / offered: never succeeded, however often tried
         ("good", pa.int64()),  # served within every goal; null without goals, as the next two
         ("good_share", pa.float64()),  # good / offered
         ("request_goodput", pa.float64()),  # good / duration_s
         ("duration_s", pa.float64()),  # first send to last token received; pooled: the sum over repeats
         ("request_throughput", pa.float64()),  # completed requests / duration_s
         ("output_throughput", pa.float64()),  # output tokens of completed requests / duration_s
+        (
+            "client_busy_share_max_100ms",
+            pa.float64(),
+        ),  # of a server's client: in its busiest 100 ms; pooled: the worst
+        ("client_longest_turn_ms", pa.float64()),  # that it did not look for what came
+        ("client_p99_read_lag_ms", pa.float64()),  # how long what it read may have lain there at most
         ("peak_inflight", pa.int64()),
         ("mean_inflight", pa.float64()),  # over duration_s
         ("warmup_cut", pa.int64()),  # completed requests that MSER-5 cut; open loop without bursts, else null
@@ -102,6 +124,8 @@ SUMMARY_SCHEMA: Final = pa.schema(
         ],
     ]
 )
+
+_CLIENT_LOAD: Final = ("client_busy_share_max_100ms", "client_longest_turn_ms", "client_p99_read_lag_ms")
 
 SHORTEST_S: Final = 1e-3
 """A run shorter than this has no rates: they would be made of the stamps' own errors."""
@@ -139,17 +163,21 @@ def summarise(
     rows: list[dict[str, Any]] = []
     found = set()
     for cell_id, places in requests.groupby("cell_id", sort=False).indices.items():
-        cell = derive(_rows_at(requests, places))
+        cell = rows_at(requests, places).copy(deep=False)
         # Compared and counted again and again: numbers instead of strings.
         cell["outcome"] = pd.Categorical(cell["outcome"], categories=[str(outcome) for outcome in Outcome])
         identity = {name: cell[name].iloc[0] for name in _IDENTITY}
+        if cell["priority"].nunique(dropna=False) > 1:
+            identity["priority"] = None  # a cell is one set of requests, of whatever classes
         repeats = []
         places_of: Mapping[Any, Any] = cell.groupby("repeat").indices
         for repeat in sorted(places_of):
             key = (str(cell_id), int(repeat))
             found.add(key)
             if key in facts:
-                measured = _rows_at(cell, places_of[repeat])
+                measured = derive(
+                    rows_at(cell, places_of[repeat]), [*_JUDGED, *(f"{g.metric}_s" for g in goals)]
+                )
                 figures = _repeat(measured, facts[key], max_error_share, goals)
                 figures.row.update({**identity, "repeat": repeat})
                 repeats.append(figures)
@@ -162,9 +190,16 @@ def summarise(
 
 def sort_cells(summary: pd.DataFrame) -> pd.DataFrame:
     """`summary` with its cells ordered by their factors, "no limit" last, and pooled rows after repeats."""
-    others = [factor for factor in FACTORS if factor != "max_inflight"]
-    by = [*others, "max_inflight", "cell_id", "repeat"]
-    return summary.sort_values(by, na_position="last", kind="stable", ignore_index=True)
+    by = [*FACTORS[1:], "admission", "cell_id", "repeat"]
+    return summary.sort_values(by, key=admission_places, na_position="last", kind="stable", ignore_index=True)
+
+
+def admission_places(column: pd.Series[Any]) -> pd.Series[Any]:
+    """For `sort_values(key=...)`: of the column `admission` the places of its limits, others as they are."""
+    if column.name != "admission":
+        return column
+    limits = sorted(column.unique(), key=lambda text: parse_admission(text).place)
+    return column.map({limit: place for place, limit in enumerate(limits)})
 
 
 def pooled(summary: pd.DataFrame) -> pd.DataFrame:
@@ -179,15 +214,9 @@ def samples_of(derived: pd.DataFrame) -> Samples:
     return _samples(derived, completed, np.ones(len(derived), dtype=bool) if cut is None else cut[1])
 
 
-def limit_label(max_inflight: float | None) -> str:
-    """What tables and figures call a limit: "64", or "no limit" for null."""
-    return "no limit" if max_inflight is None or pd.isna(max_inflight) else str(int(max_inflight))
-
-
-def _rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
-    """These rows of `frame`; without a copy where they lie together, as those of a file do."""
-    first, last = int(places[0]), int(places[-1])
-    return frame.iloc[first : last + 1] if last - first + 1 == len(places) else frame.iloc[places]
+def limit_label(admission: str) -> str:
+    """What tables and figures call a limit: "64", "tokens 4096" or "no limit"."""
+    return parse_admission(admission).label
 
 
 def factor_text(factor: str, value: float) -> str:
@@ -216,7 +245,7 @@ def _repeat(
     duration_s = float(derived["received_last_s"].max() - derived["sent_s"].min())
     cut = warm_up(derived)
     warmup, kept = cut or (None, np.ones(len(derived), dtype=bool))
-    recoveries = recoveries_s(derived)
+    recoveries = recoveries_s(derive(derived, ["retry_wait_s", "queue_wait_s"]))
     after_start_s = np.empty(0)
     if derived["arrival"].iloc[0] == CLOSED and known.max_concurrency is not None:
         later = completed & (derived["request_index"] >= known.max_concurrency).to_numpy(dtype=bool)
@@ -231,6 +260,9 @@ def _repeat(
         **{str(outcome): int(count.get(str(outcome), 0)) for outcome in Outcome},
         "good": int(np.count_nonzero(met(derived, goals))) if goals else None,
         "duration_s": duration_s if duration_s > 0 else np.nan,
+        "client_busy_share_max_100ms": known.client_busy_share_max_100ms,
+        "client_longest_turn_ms": _ms(known.client_longest_turn_s),
+        "client_p99_read_lag_ms": _ms(known.client_p99_read_lag_s),
         "peak_inflight": known.peak_inflight,
         "inflight_integral_s": known.inflight_integral_s,
         "tokens_out": float(np.nansum(derived["output_tokens"].to_numpy(dtype=np.float64)[completed])),
@@ -244,7 +276,9 @@ def _repeat(
 def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
     rows = [repeat.row for repeat in repeats]
     samples = [repeat.samples for repeat in repeats]
-    together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
+    together = samples[0]
+    if len(samples) > 1:
+        together = {metric: np.concatenate([sample[metric] for sample in samples]) for metric in METRICS}
     summed = (
         "offered",
         "admitted",
@@ -269,6 +303,10 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         "good": None if rows[0]["good"] is None else sum(row["good"] for row in rows),
         # Each repeat has a clock of its own. One in which nothing was received has no duration.
         "duration_s": float(np.nansum([row["duration_s"] for row in rows])) or np.nan,
+        **{
+            name: max((row[name] for row in rows if row[name] is not None), default=None)
+            for name in _CLIENT_LOAD
+        },
         "peak_inflight": max(row["peak_inflight"] for row in rows) if is_measured else None,
         **_steadiness(warm_ups),
         "repeats_needed": _repeats_needed(rows),
@@ -278,6 +316,10 @@ def _pooled_row(repeats: Sequence[_Repeat], seed: int) -> dict[str, Any]:
         np.concatenate([repeat.ttft_after_start_s for repeat in repeats]),
     )
     return {**row, **raw, **_rates(row), **_latencies(together), **_intervals(samples, seed)}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _rates(row: Mapping[str, Any]) -> dict[str, float]:
@@ -290,6 +332,7 @@ def _rates(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         "reject_rate": row["rejected"] / offered,
         "error_rate": (row["error"] + row["timeout"] + row["incomplete"]) / offered,
+        "unserved_rate": (row["offered"] - row["completed"]) / offered,
         "good_share": good / offered,
         "request_goodput": good / duration_s,
         "request_throughput": row["completed"] / duration_s,
@@ -329,7 +372,10 @@ def _samples(derived: pd.DataFrame, completed: NDArray[np.bool_], kept: NDArray[
 
 
 def _measured(derived: pd.DataFrame, metric: str, rows: NDArray[np.bool_]) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = derived[f"{metric}_s"].to_numpy(dtype=np.float64)[rows]
+    name = f"{metric}_s"
+    # A metric at a time: of a million requests all of them together are large.
+    source = derived if name in derived else derive(derived, [name])
+    values: NDArray[np.float64] = source[name].to_numpy(dtype=np.float64)[rows]
     return values[~np.isnan(values)]
 
 

@@ -10,13 +10,22 @@ import pandas as pd
 from roseinfer.bench.client import Client
 from roseinfer.bench.environment import GcPause, GcPauses
 from roseinfer.bench.experiment import Cell, Experiment
-from roseinfer.bench.rows import CellResult, factor_columns, request_row, step_row
+from roseinfer.bench.rows import (
+    CellInterrupted,
+    CellResult,
+    EarlierTries,
+    attempt_rows,
+    factor_columns,
+    request_row,
+    step_row,
+)
 from roseinfer.bench.stats import spread_of
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, RunError
 from roseinfer.executor import Clock, Engine, Executor, StepRecord, Tokenizer
 from roseinfer.manager import SchedulerManager
+from roseinfer.sim.cost_model import CostModel
 
 LONGEST_PAUSES: Final = 5
 
@@ -28,12 +37,15 @@ class InProcessTarget:
 
     def __init__(self, engine: Engine, experiment: Experiment) -> None:
         self._engine = _ThriftyEngine(engine)
+        cost_model = experiment.options.cost_model
+        self._cost_model = None if cost_model is None else CostModel.read(cost_model)
         self._experiment = experiment
 
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat, from the first arrival to the last delivery.
 
-        Raises RunError where the engine cannot be set up for it.
+        Raises RunError where the engine cannot be set up for it, CellInterrupted where a user stops it once something
+        was sent.
         """
         load, steps = self._experiment.load, list[StepRecord]()
         with self._manager(cell, steps) as manager:
@@ -41,17 +53,29 @@ class InProcessTarget:
             with GcPauses(time.perf_counter) as gc_pauses, client:
                 inflight_at_start = manager.inflight
                 played = client.play()
+        client.note_timings()
         counts, t0 = manager.counts(), played.t0
+        earlier = EarlierTries()
+        for attempt in (one for last in played.attempts for one in last.earlier):
+            if attempt.timings is not None:
+                earlier.add(attempt.timings.reserved_s, attempt.timings.released_s)
+        tries = (row for index, last in enumerate(played.attempts) for row in attempt_rows(index, last, t0))
         is_one_text = self._experiment.options.prompt is not None
         factors = factor_columns(
             self.name, self._experiment.model_name, cell, workload, is_one_text=is_one_text
         )
-        # How many a closed loop offers until its duration ends is known to nobody else.
-        open_ended = workload.scheduled_s is None and load.duration_s is not None
-        return CellResult(
+        # How many a closed loop offers until its time ends, or its user's patience, is known to nobody else.
+        has_end = load.duration_s is None and played.interrupted_s is None
+        open_ended = workload.scheduled_s is None and not has_end
+        result = CellResult(
             requests=pd.DataFrame(
                 [
-                    {**factors, "request_index": index, **request_row(attempt, t0)}
+                    {
+                        **factors,
+                        "request_index": index,
+                        "priority": workload.class_of(index),
+                        **request_row(attempt, t0),
+                    }
                     for index, attempt in enumerate(played.attempts)
                 ]
             ),
@@ -61,15 +85,20 @@ class InProcessTarget:
             facts=CellFacts(
                 offered=len(played.attempts) if open_ended else len(workload.prompt_tokens),
                 limit=cell.max_inflight,
+                token_limit=cell.admission.tokens,
                 peak_inflight=counts.peak_inflight,
+                peak_held_tokens=counts.peak_held_tokens,
                 inflight_integral_s=counts.inflight_integral_s,
                 inflight_at_start=inflight_at_start,
+                earlier_slots=earlier.slots,
+                earlier_held_s=earlier.held_s,
                 started_utc=played.started_utc,
                 max_concurrency=load.max_concurrency,
                 peak_outstanding=played.peak_outstanding,
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
                 may_be_cached=self._experiment.prompts_may_be_alike,
+                interrupted_s=None if played.interrupted_s is None else played.interrupted_s - t0,
             ),
             notes={
                 "max_num_batched_tokens": manager.limits.max_num_batched_tokens,
@@ -77,7 +106,13 @@ class InProcessTarget:
                 "gc": _gc_notes(gc_pauses.pauses, t0),
                 "refill_lag_s": spread_of(played.refill_lags_s),
             },
+            attempts=pd.DataFrame(list(tries)) if load.retries.is_on else None,
         )
+        if played.interrupted_s is None:
+            return result
+        if all(attempt.sent_s is None for attempt in played.attempts):
+            raise KeyboardInterrupt
+        raise CellInterrupted(result)
 
     def end_block(self) -> None:
         """Every cell has a manager of its own already."""
@@ -90,7 +125,9 @@ class InProcessTarget:
                 self._engine,
                 max_batch_size=options.max_batch_size,
                 max_active_requests=options.max_active_requests,
-                max_inflight_requests=cell.max_inflight,
+                admission=str(cell.admission),
+                scheduling=options.scheduling,
+                cost_model=self._cost_model if cell.admission.needs_cost_model else None,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,

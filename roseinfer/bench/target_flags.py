@@ -8,10 +8,13 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Final
 
-from roseinfer.bench.flag_values import wrong
-from roseinfer.bench.http_options import APIS, RETRIES, HttpOptions
+from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench.flag_values import admissions, wrong
+from roseinfer.bench.http_options import APIS, HttpOptions
 from roseinfer.bench.options import TARGETS, RunOptions, flag, is_url
 from roseinfer.errors import InputError
+from roseinfer.policies import check_policy
+from roseinfer.waiting import SCHEDULINGS
 
 OF_ENGINES: Final = (
     "model",
@@ -43,11 +46,11 @@ NOT_OF_SERVERS: Final = (
     "prefix_cache",
     "paged_attn",
     "cost_model",
+    "scheduling",
 )
 """Flags of an engine, real or simulated, that its own server would have to be started with."""
 
 OF_SIMULATIONS: Final = {
-    "cost_model": "needs --target sim",
     "no_token_times": "needs --target sim: what was measured is kept whole",
     "load": "needs --target sim: a capacity is implied by a cost model only",
     "shards": "needs --target sim: an engine or a server is one machine, which measured cells may not share",
@@ -75,14 +78,19 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
         return
     if o.target not in TARGETS:
         raise wrong("target", o, f"must be {', '.join(TARGETS)} or the http:// or https:// URL of a server")
-    if o.retry != "none":
-        raise wrong("retry", o, "needs a server as --target: only there clients retry so far")
     for field in OF_SERVERS:
-        if field in given and getattr(o, field) is not None and field != "retry":
+        if field in given and getattr(o, field) is not None:
             raise wrong(field, o, f"needs a server as --target, not {o.target}")
     _check_ray(o)
+    if o.scheduling not in SCHEDULINGS:
+        raise wrong("scheduling", o, f"must be {', '.join(SCHEDULINGS)}")
+    specs = admissions(o, given)
+    for spec in specs:
+        check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")
     if o.target == "engine":
         _check_not_simulated(o)
+        if o.cost_model is not None and not any(spec.needs_cost_model for spec in specs):
+            raise wrong("cost_model", o, "needs --target sim, or a policy of --admission that weighs costs")
         return
     if o.cost_model is None:
         raise wrong("target", o, "needs --cost-model")
@@ -121,20 +129,17 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
         raise wrong("ray", o, "contradicts a server as --target, which is measured from one place")
     if o.api not in APIS:
         raise wrong("api", o, f"must be {' or '.join(APIS)}")
-    if o.retry not in RETRIES:
-        raise wrong("retry", o, f"must be {', '.join(RETRIES)}")
     if o.model == "":
         raise wrong("model", o, "is empty")
     if not 1 <= o.client_workers <= MOST_CLIENT_WORKERS:
         raise wrong("client_workers", o, f"must be a whole number from 1 to {MOST_CLIENT_WORKERS}")
     if o.client_workers > 1 and o.max_concurrency is not None:
         raise wrong("client_workers", o, "cannot share --max-concurrency: its permits are one queue")
-    limits = [int(text) or None for text in o.max_inflight.split(",")]
+    limits = admissions(o, given)
     if o.target_cmd is None:
-        if limits != [None]:
-            raise wrong(
-                "max_inflight", o, f"is the server's to set: needs {flag('target_cmd')} with {{max_inflight}}"
-            )
+        if limits != [AdmissionSpec()]:
+            field = "max_inflight" if o.admission is None else "admission"
+            raise wrong(field, o, f"is the server's to set: needs {flag('target_cmd')} with {{{field}}}")
     else:
         check_place(address)
         check_command(o.target_cmd, limits)

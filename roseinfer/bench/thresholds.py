@@ -3,7 +3,7 @@
     [[rule]]
     metric = "p99_ttft_ms"
     max_ratio = 1.10               # against the baseline; or: max = 250, absolute
-    cells = { max_inflight = 64 }  # only these; 0 or "none" is no limit
+    cells = { max_inflight = 64 }  # only these; 0 or "none" is no limit; admission = "tokens:4096" is another kind
     observe = true                 # printed, and never decides
 
 Metrics are the columns of `summary.SUMMARY_SCHEMA`. Where less is better a rule has `max_ratio` or `max`, where
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.records import FACTORS
 from roseinfer.bench.summary import SUMMARY_SCHEMA
 from roseinfer.errors import InputError
@@ -42,6 +43,7 @@ HIGHER_IS_BETTER: Final = {
 
 _BOUNDS: Final = {"max_ratio": False, "max": False, "min_ratio": True, "min": True}
 """Key of a bound: whether it is one for metrics of which more is better."""
+_FACTORS: Final = ("max_inflight", *FACTORS)
 _KEYS: Final = ("metric", *_BOUNDS, "cells", "observe")
 
 
@@ -52,7 +54,7 @@ class Rule:
     metric: str
     bound: float
     is_ratio: bool  # of the run to the baseline
-    cells: Mapping[str, float | None] = field(default_factory=dict)
+    cells: Mapping[str, float | str | None] = field(default_factory=dict)
     observe: bool = False
 
     @property
@@ -64,7 +66,7 @@ class Rule:
         """What must be, e.g. "at most x1.1" or "at least 250"."""
         return f"at {'least' if self.higher_is_better else 'most'} {'x' if self.is_ratio else ''}{self.bound:.4g}"
 
-    def applies_to(self, factors: Mapping[str, float | None]) -> bool:
+    def applies_to(self, factors: Mapping[str, float | str | None]) -> bool:
         return all(factors[factor] == value for factor, value in self.cells.items())
 
 
@@ -131,19 +133,27 @@ def _rule(name: str, table: Mapping[str, Any]) -> Rule:
     return Rule(metric=metric, bound=float(bound), is_ratio=is_ratio, cells=cells, observe=observe)
 
 
-def _cells(name: str, table: object) -> dict[str, float | None]:
+def _cells(name: str, table: object) -> dict[str, float | str | None]:
     if not isinstance(table, dict):
         raise InputError(name, table, "must be a table, such as { max_inflight = 64 }")
-    cells: dict[str, float | None] = {}
+    cells: dict[str, float | str | None] = {}
     for factor, value in table.items():
-        if factor not in FACTORS:
-            raise InputError(f"{name}.{factor}", value, f"no such factor{_near(factor, FACTORS)}")
-        if value == "none" or (factor == "max_inflight" and value == 0 and value is not False):
-            cells[factor] = None
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            cells[factor] = float(value)
+        if factor not in _FACTORS:
+            raise InputError(f"{name}.{factor}", value, f"no such factor{_near(factor, _FACTORS)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if factor == "admission" and isinstance(value, str):
+            cells["admission"] = str(parse_admission(value, f"{name}.admission"))
+        elif factor == "admission" or not (is_number or value == "none"):
+            form = "must look like inflight:64" if factor == "admission" else 'must be a number or "none"'
+            raise InputError(f"{name}.{factor}", value, form)
+        elif factor == "max_inflight":
+            cells["admission"] = "none" if value in ("none", 0) else f"inflight:{int(value)}"
         else:
-            raise InputError(f"{name}.{factor}", value, 'must be a number or "none"')
+            cells[factor] = None if value == "none" else float(value)
+    if len(cells) < len(table):
+        raise InputError(
+            name, table, 'names a limit twice: max_inflight = 64 is short for admission = "inflight:64"'
+        )
     return cells
 
 

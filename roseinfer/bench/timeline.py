@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import matplotlib
 import numpy as np
@@ -43,11 +43,12 @@ def concurrency(starts: ArrayLike, ends: ArrayLike, at_s: NDArray[np.float64]) -
     return begun - ended
 
 
-def timeline_data(requests: pd.DataFrame) -> pd.DataFrame:
+def timeline_data(requests: pd.DataFrame, steps: pd.DataFrame | None = None) -> pd.DataFrame:
     """Of every cell's first repeat a row per instant at which something changed, in seconds since time zero.
 
     `in_flight` requests hold a slot; `waiting` ones of them are tokenised (or came as token ids) and have not been
-    given to the engine; `refused` counts the refusals up to then. Of more than 2000 instants those are kept
+    given to the engine; `refused` counts the refusals up to then. `inflight_limit` is where a limit that moves stood at
+    the last of `steps`, null where there is none. Of more than 2000 instants those are kept
     that hold the extremes of each stretch, so that no peak is lost. No rows of a server, which
     does not say when it gave slots.
     """
@@ -60,6 +61,8 @@ def timeline_data(requests: pd.DataFrame) -> pd.DataFrame:
         queued = cell["tokenized_s"].fillna(cell["reserved_s"])
         left_queue = cell["first_scheduled_s"].fillna(cell["released_s"])
         changes = [cell["reserved_s"], cell["released_s"], queued, left_queue, cell["rejected_s"]]
+        moves = _moves(cell, steps)
+        changes.append(moves["plan_start_s"])
         at_s = np.unique(np.concatenate([[0.0], *[times.dropna() for times in changes]]))
         rows = pd.DataFrame(
             {
@@ -71,10 +74,31 @@ def timeline_data(requests: pd.DataFrame) -> pd.DataFrame:
                 "in_flight": concurrency(cell["reserved_s"], cell["released_s"], at_s),
                 "waiting": concurrency(queued, left_queue, at_s),
                 "refused": np.searchsorted(np.sort(cell["rejected_s"].dropna()), at_s, side="right"),
+                "inflight_limit": _standing(moves, at_s),
             }
         )
         frames.append(_thinned(rows))
     return pd.concat(frames, ignore_index=True)
+
+
+def _moves(cell: pd.DataFrame, steps: pd.DataFrame | None) -> pd.DataFrame:
+    """The steps of one cell and repeat at which a limit that moves had moved, its first too."""
+    if steps is None or steps.empty:
+        return pd.DataFrame({"plan_start_s": [], "inflight_limit": []}, dtype=np.float64)
+    key = (steps["cell_id"] == cell["cell_id"].iloc[0]) & (steps["repeat"] == cell["repeat"].iloc[0])
+    known = steps.loc[key & steps["inflight_limit"].notna(), ["plan_start_s", "inflight_limit"]]
+    known = known.astype(np.float64).sort_values("plan_start_s")
+    moved: pd.DataFrame = known[known["inflight_limit"].diff() != 0]
+    return moved
+
+
+def _standing(moves: pd.DataFrame, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The limit at each instant: before the first step that of the first step, NaN without one."""
+    if moves.empty:
+        return np.full(at_s.size, np.nan)
+    last = np.searchsorted(moves["plan_start_s"].to_numpy(), at_s, side="right") - 1
+    stood: NDArray[np.float64] = moves["inflight_limit"].to_numpy()[np.maximum(last, 0)]
+    return stood
 
 
 def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
@@ -83,8 +107,9 @@ def _thinned(rows: pd.DataFrame) -> pd.DataFrame:
     stretch = np.arange(len(rows)) * (_MOST_POINTS // 4) // len(rows)
     grouped = rows.groupby(stretch)
     kept = {0, len(rows) - 1}
-    for extreme in (grouped["in_flight"], grouped["waiting"]):
-        kept |= {*extreme.idxmax(), *extreme.idxmin()}
+    for column in ("in_flight", "waiting", "inflight_limit"):
+        if rows[column].notna().all():
+            kept |= {*grouped[column].idxmax(), *grouped[column].idxmin()}
     return rows.loc[sorted(kept)]
 
 
@@ -128,9 +153,12 @@ def _draw_cell(axes: Axes, rows: pd.DataFrame, end_s: float, most: int) -> None:
         axes.plot(
             rows["time_s"], rows[column], drawstyle="steps-post", color=colour, linewidth=1.2, label=column
         )
+    dashed: dict[str, Any] = {"color": BLACK, "linestyle": "--", "linewidth": 1, "label": "limit"}
     limit = rows["max_inflight"].iloc[0]
-    if pd.notna(limit) and limit <= 1.2 * most:
-        axes.plot([0, end_s], [limit] * 2, color=BLACK, linestyle="--", linewidth=1, label="limit")
+    if rows["inflight_limit"].notna().any():
+        axes.plot(rows["time_s"], rows["inflight_limit"], drawstyle="steps-post", **dashed)
+    elif pd.notna(limit) and limit <= 1.2 * most:
+        axes.plot([0, end_s], [limit] * 2, **dashed)
     refusals = rows.loc[rows["refused"].diff().fillna(rows["refused"]) > 0, "time_s"]
     axes.plot(
         refusals,
@@ -145,6 +173,8 @@ def _draw_cell(axes: Axes, rows: pd.DataFrame, end_s: float, most: int) -> None:
 
 def _title(limit: str, rows: pd.DataFrame) -> str:
     parts = [f"at most {rows['in_flight'].max()} in flight", f"{rows['waiting'].max()} waiting"]
+    if rows["inflight_limit"].notna().any():
+        parts.insert(0, f"the limit at {span_text(rows['inflight_limit'])}")
     if limit != NO_LIMIT or rows["refused"].max():
         parts.append(f"{rows['refused'].max()} refused")
     return f"{limit_title(limit)}: {', '.join(parts)}"

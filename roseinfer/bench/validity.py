@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.load import CLOSED
-from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing
+from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing, check_reading
 from roseinfer.bench.records import Outcome
 from roseinfer.executor import KV_BLOCK_TOKENS
 
@@ -59,8 +60,14 @@ class CellFacts:
 
     `offered` is the number of requests of the workload. The in-flight figures are admission's own: the
     highest count, the count when the first request was sent, and the integral over time in
-    request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit;
+    request-seconds; all None where admission is in a server that does not say. `limit` is None for no limit of
+    requests, `token_limit` for no limit of tokens, of which `peak_held_tokens` were held at most;
     `started_utc` is the cell's time zero in ISO 8601.
+    `earlier_slots` were taken by tries that others followed, which held them for `earlier_held_s` together.
+    `interrupted_s` is when a user stopped it, in seconds from time zero; a closed loop has then offered what it sent.
+    Of a client of a server, `client_busy_share_max_100ms` is the share of its busiest 100 ms in which it did not wait,
+    `client_longest_turn_s` the longest that it did not look for what came, and `client_p99_read_lag_s` how long what it
+    read may have lain there at most; None where nobody says.
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
     `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
@@ -78,6 +85,14 @@ class CellFacts:
     ramp_s: float | None = None
     ran_out_s: float | None = None
     may_be_cached: bool = True
+    token_limit: int | None = None
+    peak_held_tokens: int | None = None
+    earlier_slots: int = 0
+    earlier_held_s: float = 0.0
+    interrupted_s: float | None = None
+    client_busy_share_max_100ms: float | None = None
+    client_longest_turn_s: float | None = None
+    client_p99_read_lag_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a dictionary that `json` can write."""
@@ -97,16 +112,29 @@ def check_cell(
 ) -> list[str]:
     """One sentence for every rule that the rows of one cell and repeat break; empty when it is valid."""
     return [
+        *_interruption(requests, facts),
         *_rows(requests, facts),
         *_inflight(requests, facts),
         *_stages(requests),
         *check_pacing(requests),
+        *check_reading(requests, facts.client_p99_read_lag_s),
         *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
         *_cached(requests, facts),
-        # By the law of an idle engine whose slots are on record.
-        *(check_burst_law(requests, facts.limit) if facts.inflight_at_start == 0 else []),
+        # By the law of an idle engine whose slots are on record, and are all that is limited; nobody came back.
+        *(
+            check_burst_law(requests, facts.limit)
+            if facts.inflight_at_start == 0 and facts.token_limit is None and _counts_alone(requests)
+            else []
+        ),
     ]
+
+
+def _counts_alone(requests: pd.DataFrame) -> bool:
+    if (requests["attempts"] > 1).any():
+        return False
+    admission = requests["admission"].iloc[0]
+    return pd.isna(admission) or parse_admission(admission).is_count_alone
 
 
 def _rows(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
@@ -143,6 +171,9 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     found = []
     if facts.limit is not None and facts.peak_inflight > facts.limit:
         found.append(f"{facts.peak_inflight} requests were in flight at once, the limit is {facts.limit}")
+    tokens, budget = facts.peak_held_tokens, facts.token_limit
+    if budget is not None and (tokens is None or tokens > budget):
+        found.append(f"{tokens} tokens were in flight at once, the limit is {budget}")
     index, reserved_s, released_s = (
         requests[name].to_numpy() for name in ("request_index", "reserved_s", "released_s")
     )
@@ -153,8 +184,9 @@ def _inflight(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     unearned = index[freed & ~taken]
     if unearned.size:
         found.append(f"{_count(unearned.size, 'slot')} released and never taken{_which(unearned)}")
-    held_s = float(np.nansum(released_s - reserved_s))
-    tolerance_s = _INTEGRAL_RELATIVE * facts.inflight_integral_s + _INTEGRAL_S_PER_ATTEMPT * int(taken.sum())
+    held_s = float(np.nansum(released_s - reserved_s)) + facts.earlier_held_s
+    slots = int(taken.sum()) + facts.earlier_slots
+    tolerance_s = _INTEGRAL_RELATIVE * facts.inflight_integral_s + _INTEGRAL_S_PER_ATTEMPT * slots
     # Written so that a NaN integral is a failure too.
     if not abs(facts.inflight_integral_s - held_s) <= tolerance_s:
         found.append(
@@ -210,7 +242,16 @@ def _outstanding(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
     return found
 
 
+def _interruption(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
+    if facts.interrupted_s is None:
+        return []
+    ended = int((requests["outcome"] != Outcome.INCOMPLETE).sum())
+    return [f"interrupted at {facts.interrupted_s:.3g} s, when {ended} of {facts.offered} requests had ended"]
+
+
 def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) -> list[str]:
+    if facts.interrupted_s is not None:
+        return []  # what is incomplete is so because of that
     errors, incomplete = (
         int((requests["outcome"] == outcome).sum()) for outcome in (Outcome.ERROR, Outcome.INCOMPLETE)
     )

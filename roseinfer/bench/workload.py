@@ -6,7 +6,8 @@ It depends on the seed, the repeat and the cell's shape, never on the limit: all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from roseinfer.bench.arrivals import arrival_times, at_a_rate, cuts_burst
+from roseinfer.bench.classes import Classes, class_blocks, draw_classes
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.fit import check_fits, most_tokens
 from roseinfer.bench.lengths import asked_lengths, cut_to_fit, length_blocks, vary
@@ -33,7 +35,7 @@ class Workload(NamedTuple):
 
     `scheduled_s` is zero at the first arrival, or None: a closed loop, which sends as many of them as it gets to.
     `prompts` are texts or token ids, made when they are asked for; there are none without a tokenizer.
-    `repeat` is the repeat that it was drawn for.
+    `repeat` is the repeat that it was drawn for. `classes` is None where all requests are alike.
     """
 
     scheduled_s: NDArray[np.float64] | None
@@ -43,6 +45,11 @@ class Workload(NamedTuple):
     prompt_seed: int
     arrival: str
     repeat: int = 0
+    classes: Classes | None = None
+
+    def class_of(self, index: int) -> str | None:
+        """The name of a request's class, as its record has it."""
+        return None if self.classes is None else self.classes.name(index)
 
 
 class WorkloadSource:
@@ -107,13 +114,18 @@ class WorkloadSource:
             prompt_seed=requests.prompt_seed,
             arrival=requests.arrival,
             repeat=repeat,
+            classes=requests.classes,
         )
+
+    def _is_drawn_in_blocks(self, cell: Cell) -> bool:
+        is_given = self._replay is not None or self._experiment.trace is not None or self._given is not None
+        is_bursty = cell.burst_size is not None or cell.request_rate is None
+        return not (is_given or self._experiment.load.is_closed or is_bursty)
 
     def blocks(self, cell: Cell, repeat: int) -> Iterator[Workload]:
         """What `draw` draws, without prompts and in blocks of BLOCK_ROWS, for workloads larger than memory."""
         load, options = self._experiment.load, self._experiment.options
-        is_given = self._replay is not None or self._experiment.trace is not None or self._given is not None
-        if is_given or load.is_closed or cell.burst_size is not None or cell.request_rate is None:
+        if not self._is_drawn_in_blocks(cell):
             drawn = self.draw(cell, repeat)
             times, every = drawn.scheduled_s, range(0, len(drawn.prompt_tokens), BLOCK_ROWS)
             for rows in (slice(first, first + BLOCK_ROWS) for first in every):
@@ -122,8 +134,10 @@ class WorkloadSource:
                     prompts=(),
                     prompt_tokens=drawn.prompt_tokens[rows],
                     output_tokens=drawn.output_tokens[rows],
+                    classes=None if drawn.classes is None else drawn.classes.rows(rows),
                 )
             return
+        assert cell.request_rate is not None
         assert cell.prompt_len is not None
         assert cell.output_len is not None
         assert load.arrival is not None
@@ -135,27 +149,63 @@ class WorkloadSource:
             load.output_lengths, cell.output_len, seed=seed, repeat=repeat, stream=Stream.OUTPUT_LENGTHS
         )
         times_s = at_a_rate(load, cell.request_rate, seed=seed, repeat=repeat)
-        for times, prompts, outputs in zip(times_s, prompts_of, outputs_of, strict=False):
+        classes_of: Iterator[Classes | None] = itertools.repeat(None)
+        if load.priority_mix is not None:
+            classes_of = class_blocks(load.priority_mix, seed=seed, repeat=repeat)
+        drawn_blocks = zip(times_s, prompts_of, outputs_of, classes_of, strict=False)
+        for times, prompts, outputs, classes in drawn_blocks:
             n = len(times)
             prompts, outputs = self._cut(prompts[:n], outputs[:n])  # noqa: PLW2901
+            its_classes = None if classes is None else classes.rows(slice(n))
             yield Workload(
-                times, (), prompts, outputs, self._prompt_seed(cell.shape, repeat), load.arrival, repeat
+                times,
+                (),
+                prompts,
+                outputs,
+                self._prompt_seed(cell.shape, repeat),
+                load.arrival,
+                repeat,
+                its_classes,
             )
 
     def table(self) -> pd.DataFrame:
         """All requests of the experiment, a row each; it can be played again. Text is kept where it was given."""
+        return pd.concat([*self.table_blocks()], ignore_index=True)
+
+    def table_blocks(self) -> Iterator[pd.DataFrame]:
+        """`table` in parts, drawn anew: for a workload larger than memory, parts of BLOCK_ROWS."""
+        load, repeats = self._experiment.load, self._experiment.options.repeats
         shapes = dict.fromkeys(cell.shape for cell in self._experiment.cells)
-        drawn = [
-            (shape, self._rows(shape, repeat))
-            for repeat in range(self._experiment.options.repeats)
-            for shape in shapes
-        ]
-        load = self._experiment.load
-        cut = sum(cuts_burst(load, shape, rows["scheduled_s"].to_numpy()) for shape, rows in drawn)
-        if cut:
-            note = f"--num-requests {load.num_requests} cuts the last burst short in {cut} of {len(drawn)} schedules."
-            self.notes = [*self.notes, note]
-        return pd.concat([rows for _, rows in drawn], ignore_index=True)
+        cut = 0
+        for repeat in range(repeats):
+            for shape in shapes:
+                if self._is_drawn_in_blocks(shape):
+                    first = 0
+                    for block in self.blocks(shape, repeat):
+                        yield self._block_rows(shape, block, first)
+                        first += len(block.prompt_tokens)
+                else:
+                    requests = self._requests(shape, repeat)
+                    if requests.scheduled_s is not None:
+                        cut += cuts_burst(load, shape, requests.scheduled_s)
+                    yield _rows(shape, repeat, requests)
+        drawn = repeats * len(shapes)
+        note = f"--num-requests {load.num_requests} cuts the last burst short in {cut} of {drawn} schedules."
+        if cut and note not in self.notes:
+            self.notes.append(note)
+
+    def _block_rows(self, shape: Cell, block: Workload, first: int) -> pd.DataFrame:
+        requests = Requests(
+            scheduled_s=block.scheduled_s,
+            prompt_tokens=block.prompt_tokens,
+            output_tokens=block.output_tokens,
+            texts=None,
+            prompt_seed=block.prompt_seed,
+            prefix_tokens=self._experiment.load.prefix_tokens,
+            arrival=block.arrival,
+            classes=block.classes,
+        )
+        return _rows(shape, block.repeat, requests, first)
 
     def _requests(self, shape: Cell, repeat: int) -> Requests:
         load, seed = self._experiment.load, self._experiment.options.seed
@@ -185,6 +235,9 @@ class WorkloadSource:
             prompt_seed=self._prompt_seed(shape, repeat),
             prefix_tokens=load.prefix_tokens,
             arrival=load.arrival,
+            classes=None
+            if load.priority_mix is None
+            else draw_classes(load.priority_mix, n, seed=seed, repeat=repeat),
         )
 
     def _prompt_seed(self, shape: Cell, repeat: int) -> int:
@@ -217,27 +270,33 @@ class WorkloadSource:
 
         return OnDemand(make, len(requests.prompt_tokens))
 
-    def _rows(self, shape: Cell, repeat: int) -> pd.DataFrame:
-        requests = self._requests(shape, repeat)
-        n = len(requests.prompt_tokens)
-        times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
-        return pd.DataFrame(
-            {
-                "repeat": np.full(n, repeat, np.int32),
-                "burst_size": pd.array([shape.burst_size] * n, dtype="Int64"),
-                "prompt_len": pd.array([shape.prompt_len] * n, dtype="Int64"),
-                "output_len": pd.array([shape.output_len] * n, dtype="Int64"),
-                "request_rate": np.full(n, shape.request_rate, np.float64),
-                "arrival": pd.array([requests.arrival] * n, dtype="string"),
-                "request_index": np.arange(n, dtype=np.int64),
-                "scheduled_s": times,
-                "prompt_tokens": requests.prompt_tokens,
-                "output_tokens": requests.output_tokens,
-                "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
-                "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
-                "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
-            }
-        )
+
+def _rows(shape: Cell, repeat: int, requests: Requests, first: int = 0) -> pd.DataFrame:
+    n = len(requests.prompt_tokens)
+    times = np.full(n, np.nan) if requests.scheduled_s is None else requests.scheduled_s
+    classes = requests.classes
+    of_classes: dict[str, Any] = {}  # no columns where all are alike, as before there were classes
+    if classes is not None:
+        of_classes["priority"] = pd.array(np.array(classes.names)[classes.places], dtype="string")
+        of_classes["priority_rank"] = classes.places
+    return pd.DataFrame(
+        {
+            "repeat": np.full(n, repeat, np.int32),
+            "burst_size": pd.array([shape.burst_size] * n, dtype="Int64"),
+            "prompt_len": pd.array([shape.prompt_len] * n, dtype="Int64"),
+            "output_len": pd.array([shape.output_len] * n, dtype="Int64"),
+            "request_rate": np.full(n, shape.request_rate, np.float64),
+            "arrival": pd.array([requests.arrival] * n, dtype="string"),
+            "request_index": np.arange(first, first + n, dtype=np.int64),
+            "scheduled_s": times,
+            "prompt_tokens": requests.prompt_tokens,
+            "output_tokens": requests.output_tokens,
+            "prompt_seed": np.full(n, requests.prompt_seed, np.int64),
+            "prefix_tokens": np.full(n, requests.prefix_tokens, np.int64),
+            "prompt": pd.array(cast("list[Any]", requests.texts or [None] * n), dtype="string"),
+            **of_classes,
+        }
+    )
 
 
 def _told_of_refused_users(experiment: Experiment) -> list[str]:
@@ -256,8 +315,11 @@ def _told_of_refused_users(experiment: Experiment) -> list[str]:
     return [note]
 
 
-def workload_sha256(table: pd.DataFrame) -> str:
-    """A hash of a workload table's contents."""
-    digest = hashlib.sha256(",".join(table.columns).encode())
-    digest.update(pd.util.hash_pandas_object(table, index=False).to_numpy().tobytes())
+def workload_sha256(blocks: Iterable[pd.DataFrame]) -> str:
+    """A hash of the contents of a workload table, which comes in parts."""
+    digest = hashlib.sha256()
+    for place, block in enumerate(blocks):
+        if not place:
+            digest.update(",".join(block.columns).encode())
+        digest.update(pd.util.hash_pandas_object(block, index=False).to_numpy().tobytes())
     return digest.hexdigest()

@@ -18,7 +18,15 @@ from roseinfer.errors import InputError
 from roseinfer.executor import Engine
 from roseinfer.manager import SchedulerManager
 from roseinfer.server.answers import OpenAIAnswer, PlainAnswer
-from roseinfer.server.bodies import BodyLimits, ChatBody, CompletionBody, GenerateBody, OpenAISampling, Wanted
+from roseinfer.server.bodies import (
+    BodyLimits,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    OpenAISampling,
+    Wanted,
+    refuse_doubled_names,
+)
 from roseinfer.server.gate import Gate
 from roseinfer.server.openapi import ERRORS, describe_generation
 from roseinfer.server.refusals import Refusal, refusal_of, refusal_of_body
@@ -42,7 +50,7 @@ def create_app(
 ) -> FastAPI:
     """An OpenAI-compatible app in front of a SchedulerManager of its own, which `app.state.service` holds.
 
-    max_inflight_requests: over it, requests are answered 429; None is no limit.
+    max_inflight_requests: over it, requests are answered 429; None is no limit. `admission` says it in full.
     model_name: what clients call the model; None takes the engine's own name for it.
     api_key: asked of every request but /health and /ready; None asks for none.
     write_timeout_s: how long a client may take nothing of its stream before its request ends.
@@ -131,7 +139,10 @@ async def _parsed(request: Request, kind: type[Body]) -> Body:
     # Other content types a page of another site may send from a browser without asking.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be JSON, sent with Content-Type: application/json")
-    return kind.model_validate_json(await request.body())
+    content = await request.body()
+    body = kind.model_validate_json(content)
+    refuse_doubled_names(content)
+    return body
 
 
 def _add_information(app: FastAPI, service: Service) -> None:

@@ -5,6 +5,8 @@ A parameter that is not served is refused by name, unless it asks for what happe
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -15,6 +17,9 @@ from roseinfer.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # the API's own
 DEFAULT_CHAT_TOKENS: Final = 256  # the API's is all that fits, but KV cache is reserved for it beforehand
+
+LOWEST_PRIORITY: Final = 255
+"""Each class that was ever asked for is a lane of its own in the queue."""
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -46,6 +51,28 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 """Parameters of the APIs and of other servers that are not served, with the values that change nothing."""
 
 
+def refuse_doubled_names(content: bytes) -> None:
+    """Raises InputError for a name that a JSON object holds twice: all parsers drop one of its values unsaid.
+
+    `content` is valid JSON. Token ids hold no name, and would take as long as all else.
+    """
+    _NAMES.decode(_NUMBERS.sub(b"[]", content).decode())
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        for name in names:
+            if name in seen:
+                raise InputError(name, None, "is there twice")
+            seen.add(name)
+
+
+_NUMBERS: Final = re.compile(rb"\[[-+.\deE,\s]*\]")
+_NAMES: Final = json.JSONDecoder(object_pairs_hook=_without_doubles)
+
+
 class BodyLimits(NamedTuple):
     """What a request may ask for. `body_bytes` is judged before the body is read, the others once it is parsed."""
 
@@ -63,6 +90,7 @@ class Wanted(NamedTuple):
     params: SamplingParams
     stream: bool
     include_usage: bool
+    priority: int = 0
 
 
 class _Strict(BaseModel):
@@ -93,6 +121,7 @@ class Sampling(_Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=0, le=LOWEST_PRIORITY, description="0 is the highest.")] | None = None
     stream: bool | None = None
 
     def params(
@@ -157,7 +186,8 @@ class CompletionBody(OpenAISampling):
             prompt = prompt[0]
         tokens = self.max_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
         params = self.params(tokens, "max_tokens", 1.0, limits)
-        return Wanted(_checked(prompt, "prompt", limits), params, bool(self.stream), self.include_usage)
+        checked = _checked(prompt, "prompt", limits)
+        return Wanted(checked, params, bool(self.stream), self.include_usage, self.priority or 0)
 
 
 class TextPart(BaseModel):
@@ -201,7 +231,8 @@ class ChatBody(OpenAISampling):
         asked = self.max_tokens or self.max_completion_tokens
         tokens = asked or min(DEFAULT_CHAT_TOKENS, limits.output_tokens)
         params = self.params(tokens, name, 1.0, limits)
-        return Wanted(_checked(prompt, "messages", limits), params, bool(self.stream), self.include_usage)
+        checked = _checked(prompt, "messages", limits)
+        return Wanted(checked, params, bool(self.stream), self.include_usage, self.priority or 0)
 
 
 class GenerateBody(Sampling):
@@ -215,7 +246,8 @@ class GenerateBody(Sampling):
         self.refuse_unserved()
         tokens = self.max_new_tokens or min(DEFAULT_COMPLETION_TOKENS, limits.output_tokens)
         params = self.params(tokens, "max_new_tokens", 0.0, limits)
-        return Wanted(_checked(self.prompt, "prompt", limits), params, bool(self.stream), True)
+        checked = _checked(self.prompt, "prompt", limits)
+        return Wanted(checked, params, bool(self.stream), True, self.priority or 0)
 
 
 def _checked(prompt: str | Sequence[int], name: str, limits: BodyLimits) -> str | Sequence[int]:

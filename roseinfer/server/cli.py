@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from typer.exceptions import TyperException
 
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
 from roseinfer.bench.load_options import decimal_option, whole_option
 from roseinfer.bench.options import DEVICES, DTYPES
 from roseinfer.errors import InputError, RoseinferError, check_whole
 from roseinfer.model_source import check_model_source
 from roseinfer.openmp import sleep_while_waiting
+from roseinfer.policies import check_policy
 from roseinfer.server.app import create_app
 from roseinfer.server.bodies import BodyLimits
 from roseinfer.server.process import listen, serve
+from roseinfer.sim.cost_model import CostModel
+from roseinfer.waiting import FCFS, SPF
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 LIMITS: Final = BodyLimits()
@@ -69,6 +74,29 @@ def command(
             " answered 429; 0 means no limit. Each process counts its own: four of them let four times as many in.",
         ),
     ] = 0,
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="The same in full, inflight:N, or another policy: tokens:N (a budget of prompt + max_tokens over all"
+            " in flight), slo:ttft=250ms, queue-timeout:2s, codel:target=50ms:interval=500ms, aimd, gradient, priority"
+            " (a body's priority, 0 the highest); several joined with +; none is no limit.",
+        ),
+    ] = None,
+    scheduling: Annotated[
+        str,
+        typer.Option(
+            help=f"Order of those who wait: {FCFS} (submission) or {SPF} (shortest prefill first, with ageing)."
+        ),
+    ] = FCFS,
+    cost_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON of the seconds that a step takes here, as roseinfer-bench calibrate writes it, for policies that"
+            " weigh what a request will cost (slo, aimd, gradient).",
+        ),
+    ] = None,
     max_active_requests: Annotated[int | None, whole_option(help="Requests that run at a time.")] = None,
     max_batch_size: Annotated[int, whole_option(help="Requests in one step of the engine.")] = 32,
     max_num_batched_tokens: Annotated[
@@ -124,6 +152,20 @@ def command(
     ):
         if whole is not None:
             check_whole(name, whole, least)
+    limit = AdmissionSpec(max_inflight_requests or None)
+    if admission is not None:
+        if max_inflight_requests:
+            why = (
+                f"contradicts --max-inflight-requests {max_inflight_requests}, which is short for inflight:N"
+            )
+            raise InputError("--admission", admission, why)
+        limit = parse_admission(admission, "--admission")
+    if scheduling not in (FCFS, SPF):
+        raise InputError("--scheduling", scheduling, f"must be {FCFS} or {SPF}")
+    check_policy(limit, scheduling, has_cost_model=cost_model is not None, name="--admission")
+    if cost_model is not None and not limit.needs_cost_model:
+        raise InputError("--cost-model", str(cost_model), "needs a policy of --admission that weighs costs")
+    costs = None if cost_model is None else CostModel.read(cost_model)
     if port > LAST_PORT:
         raise InputError("--port", port, f"must be at most {LAST_PORT}")
     for name, seconds in (("--write-timeout", write_timeout), ("--drain-timeout", drain_timeout)):
@@ -149,7 +191,9 @@ def command(
         )
         application = create_app(
             engine,
-            max_inflight_requests=max_inflight_requests or None,
+            admission=str(limit),
+            scheduling=scheduling,
+            cost_model=costs,
             model_name=served_model_name,
             api_key=api_key,
             limits=LIMITS._replace(
@@ -166,12 +210,16 @@ def command(
             tokenize_workers=tokenize_workers,
             prefix_cache=prefix_cache,
         )
-        limit = "no limit on requests in flight"
-        if max_inflight_requests:
-            limit = f"at most {max_inflight_requests} requests in flight in this process (each process counts its own)"
+        said = "no limit on requests in flight"
+        if limit.inflight is not None and limit.is_count_alone:
+            said = (
+                f"at most {limit.inflight} requests in flight in this process (each process counts its own)"
+            )
+        elif limit != AdmissionSpec():
+            said = f"admission {limit} in this process (each process counts its own)"
         address, bound_port = sock.getsockname()[:2]
         at = f"[{address}]" if ":" in address else address
-        print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {limit}", file=sys.stderr, flush=True)
+        print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {said}", file=sys.stderr, flush=True)
         serve(application, sock, drain_timeout_s=drain_timeout)
 
 

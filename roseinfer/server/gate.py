@@ -7,6 +7,7 @@ import logging
 import secrets
 import traceback
 from typing import Final
+from urllib.parse import parse_qs
 
 from fastapi import HTTPException
 from starlette.requests import ClientDisconnect
@@ -55,7 +56,10 @@ class Gate:
         try:
             refusal = self._refusal(scope)
             if refusal is not None:
-                await refusal.response({"connection": "close"})(scope, receive, send_with_id)
+                # A client that asks first whether its body is wanted sends none. Of others it is still read, and
+                # dropped: a socket closed on them would drop the answer.
+                close = {"connection": "close"} if b"expect" in dict(scope["headers"]) else {}
+                await refusal.response(close)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive_some, send_with_id)
         except ClientDisconnect:
@@ -75,6 +79,10 @@ class Gate:
             has_key = hmac.compare_digest(headers.get(b"authorization", b""), self._key)
             if not has_key:
                 return Refusal(401, "no valid API key: send Authorization: Bearer KEY", "invalid_api_key")
+        if scope["query_string"]:
+            query = scope["query_string"].decode("latin-1")
+            name = next(iter(parse_qs(query, True)), "") or query
+            return Refusal(400, f"{name}: nothing is asked for in the URL", "invalid_value", name)
         length = headers.get(b"content-length", b"")
         return self._too_large() if length.isdigit() and int(length) > self._max_body_bytes else None
 

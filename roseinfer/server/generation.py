@@ -25,8 +25,7 @@ class ClientGoneError(Exception):
 class Generation:
     """Read by one task of the event loop. Its reader calls `close` whatever happens: nothing else frees the slot.
 
-    A stream that is iterated would free it when the last token is taken, not when that has been sent. Only a
-    stop string frees it a little earlier: the core drops the request at once, for there is nothing more to compute.
+    A stream that is iterated would free it when the last token is taken, not when that has been sent.
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class Generation:
         self._decoder: IncrementalDecoder | None = None
         self._texts: list[str] = []  # not yet read
         self._failure: Exception | None = None
+        self._has_started = False
         self._reader: asyncio.Future[None] | None = None
 
     @property
@@ -65,6 +65,12 @@ class Generation:
         self._failure = ClientGoneError()
         self.wake()
 
+    async def scheduled(self) -> None:
+        """Waits until the first step of the request is planned. Raises what `next` raises, for what ended before."""
+        while not (self._has_started or self._texts or self._failure is not None):
+            await self._wait()
+        self._raise_at_the_end()
+
     async def next(self) -> str:
         """The text of all that came, waiting for something if need be; may be "". Sets `finish_reason` at the end.
 
@@ -72,13 +78,19 @@ class Generation:
         a closing server cut short.
         """
         if not self._texts and self._failure is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if not self._texts and self._failure is not None:
-            raise self._failure  # what came before it is shown first
+            await self._wait()
+        self._raise_at_the_end()
         text = "".join(self._texts)
         self._texts.clear()
         return text
+
+    async def _wait(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def _raise_at_the_end(self) -> None:
+        if not self._texts and self._failure is not None:
+            raise self._failure  # what came before it is shown first
 
     def wake(self) -> None:
         """Lets the reader see what was taken."""
@@ -89,6 +101,9 @@ class Generation:
         """Makes an event text; the reader is not woken yet."""
         if self.finish_reason is not None or self._failure is not None:
             return  # computed behind a stop string, or nobody wants it
+        if event.token_id is None and event.finish_reason is None:
+            self._has_started = True
+            return
         try:
             self._take(event)
         except Exception as error:  # one tokenizer's fault must not end the other streams
@@ -135,7 +150,7 @@ class Generation:
             self._texts.append(text)
         if self._matcher.stopped:
             self.finish_reason = FinishReason.STOP
-            self.close()
+            self._stream.stop()
 
 
 class Generations:
@@ -148,13 +163,13 @@ class Generations:
         self.loop = asyncio.get_running_loop()
         self._manager = manager
         self._on_gap = on_gap
-        self._mailbox = manager.new_mailbox()
+        self._mailbox = manager.new_mailbox(wants_starts=True)
         self._live: dict[int, Generation] = {}
         self._reading = self.loop.create_task(self._read())
 
-    def open(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
+    def open(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises. Whoever gets a Generation closes it."""
-        stream = self._manager.submit(prompt, params, mailbox=self._mailbox)
+        stream = self._manager.submit(prompt, params, mailbox=self._mailbox, priority=priority)
         generation = Generation(stream, params.stop, self._manager.new_decoder, self._live.pop)
         self._live[stream.request_id] = generation
         return generation
@@ -171,9 +186,9 @@ class Generations:
                 else:
                     generation.take(event)
                     generation.wake()
-            # First tokens are written before anything is done for the others, and between groups of those the loop
-            # looks for new requests. In a group all text is made before it is written: writes close together wake
-            # a reader of many streams once.
+            # Starts and first tokens are written before anything is done for the others, and between groups of those
+            # the loop looks for new requests. In a group all text is made before it is written: writes close together
+            # wake a reader of many streams once.
             for begin in range(0, len(others), GROUP):
                 await asyncio.sleep(0)
                 group = others[begin : begin + GROUP]

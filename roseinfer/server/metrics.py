@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from roseinfer.errors import TOKENS_NEVER_FIT
 from roseinfer.manager import SchedulerManager
 from roseinfer.server.generation import Generation
 
@@ -26,12 +27,17 @@ class Metrics:
             ("running", "Requests that steps work on", lambda: manager.running),
         ):
             Gauge(f"roseinfer_requests_{name}", help_, registry=registry).set_function(read)
-        limit = manager.admission.limit
+        for name, help_, limit in (
+            ("in_flight_limit", "Slots of this process, +Inf without a limit", manager.admission.limit),
+            ("tokens_limit", "Token budget of this process, +Inf without one", manager.admission.token_limit),
+        ):
+            Gauge(f"roseinfer_{name}", help_, registry=registry).set(float("inf") if limit is None else limit)
         Gauge(
-            "roseinfer_in_flight_limit", "Slots of this process, +Inf without a limit", registry=registry
-        ).set(float("inf") if limit is None else limit)
+            "roseinfer_tokens_in_flight", "Prompt + most new tokens of all in flight", registry=registry
+        ).set_function(lambda: manager.counts().held_tokens)
         self._refusals = Counter("roseinfer_refusals", "Requests refused", ["reason"], registry=registry)
-        for reason in ("max_inflight", "draining", "engine_dead"):
+        always = ("max_inflight", "tokens", TOKENS_NEVER_FIT, "draining", "engine_dead")
+        for reason in (*always, *manager.spec.reasons):
             self._refusals.labels(reason)  # a rate needs its zero
         self._ends = Counter("roseinfer_requests", "Requests ended", ["finish_reason"], registry=registry)
         self._tokens = Counter(
@@ -48,20 +54,24 @@ class Metrics:
         self._itl = seconds("inter_token_latency", "Between tokens, as the engine made them", _GAP_BUCKETS_S)
         self._e2e = seconds("e2e_latency", "From slot taken to the last byte handed over", _WAIT_BUCKETS_S)
 
-    def refused(self, reason: str) -> None:
-        """A request was told to come back later."""
-        self._refusals.labels(reason).inc()
+    def refused(self, reason: str | None) -> None:
+        """A request was told to come back later; None: that it cannot be served."""
+        if reason is not None:
+            self._refusals.labels(reason).inc()
 
     def token_gap(self, seconds: float) -> None:
         """A token came so long after the one before it."""
         self._itl.observe(seconds)
 
-    def began(self, generation: Generation, now: float) -> None:
-        """The first bytes of an answer were handed over, or would have been if it were a stream."""
+    def scheduled(self, generation: Generation) -> None:
+        """A request waits no longer in the queue. What left it before its first step was planned is not counted."""
         times = generation.timings
-        self._ttft.observe(now - times.reserved_s)
         if times.first_scheduled_s is not None:
             self._queue_wait.observe(times.first_scheduled_s - times.reserved_s)
+
+    def began(self, generation: Generation, now: float) -> None:
+        """The first bytes of an answer were handed over, or would have been if it were a stream."""
+        self._ttft.observe(now - generation.timings.reserved_s)
 
     def ended(self, generation: Generation, finish_reason: str, now: float) -> None:
         """Nothing more is sent. Latency is of complete answers only."""

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import socket
-from typing import Any, Final
+import time
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from roseinfer.errors import InputError
+from roseinfer.server.connection import Connection
 from roseinfer.server.service import Service
 
 KEEP_ALIVE_S: Final = 75
 """Longer than clients keep idle connections, so that seldom one sends into a connection that just closes."""
 
 LAST_WRITES_S: Final = 5
-"""For bytes on their way when nothing is computed any more."""
-
-
-class _Protocol(HttpToolsProtocol):
-    """Tells the request that is being answered that its client left.
-
-    uvicorn tells the newest one that came in on the connection, which still waits if it was sent behind another.
-    """
-
-    _answered: RequestResponseCycle | None = None
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-        super().connection_lost(exc)
+"""At least, for bytes on their way when nothing is computed any more."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -51,7 +34,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=Connection,
                 lifespan="on",
                 ws="none",
                 log_level="warning",
@@ -68,9 +51,11 @@ class DrainingServer(uvicorn.Server):
     async def main_loop(self) -> None:
         await super().main_loop()
         # The sockets still listen: uvicorn closes them once this returns.
+        end_s = time.monotonic() + self._drain_timeout_s
         drained = asyncio.ensure_future(self._service.drain(self._drain_timeout_s))
         while not drained.done() and not self.force_exit:
             await asyncio.wait([drained], timeout=0.1)
+        self.config.timeout_graceful_shutdown = max(LAST_WRITES_S, math.ceil(end_s - time.monotonic()))
 
 
 def listen(host: str, port: int, write_timeout_s: float) -> socket.socket:

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from roseinfer.errors import (
+    TOKENS_NEVER_FIT,
     InputError,
     ManagerClosedError,
     PromptTooLongError,
@@ -43,9 +44,12 @@ class Refusal(NamedTuple):
         return json.dumps({"error": error if self.reason is None else {**error, "reason": self.reason}})
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """Those who are told a reason are told as well when to come back."""
+        """Those who are told a reason are told as well when to come back, or that it is of no use."""
         headers = dict(headers or {})
-        if self.reason is not None:
+        if self.reason == TOKENS_NEVER_FIT:
+            headers["x-should-retry"] = "false"  # no time is long enough, so none is named
+            headers["x-roseinfer-reason"] = self.reason
+        elif self.reason is not None:
             wait_s = 1.0 if self.retry_after_s is None else self.retry_after_s
             whole_s = min(max(math.ceil(wait_s), 1), LONGEST_RETRY_AFTER_S)
             wait_ms = min(max(math.ceil(1000 * wait_s), 1), 1000 * LONGEST_RETRY_AFTER_S)
@@ -59,7 +63,9 @@ def refusal_of(error: BaseException, *, draining: bool = False) -> Refusal:
     """What an exception means to the client. Its own text shows only where it was written for one."""
     if isinstance(error, SchedulerManagerOverloadedError):
         reason = _HTTP_REASONS.get(error.reason, error.reason)
-        more = {"limit": error.limit, "inflight": error.inflight}
+        more = {"limit": error.limit, "measured": error.measured, "inflight": error.inflight}
+        if error.reason in ("tokens", TOKENS_NEVER_FIT):
+            more["requested"] = error.asked
         return Refusal(429, str(error), reason, None, reason, error.retry_after_s, more)
     if isinstance(error, ManagerClosedError):
         if draining:

@@ -8,7 +8,7 @@ import logging
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from roseinfer.errors import RoseinferError
+from roseinfer.errors import ManagerClosedError, RoseinferError
 from roseinfer.server.answers import Answer
 from roseinfer.server.bodies import Wanted
 from roseinfer.server.generation import ClientGoneError, Generation
@@ -55,8 +55,8 @@ class _Writer:
 class GenerationResponse(Response):
     """Takes the slot, and gives it back, inside of one call.
 
-    The head is sent with the first event of the stream, so that what happens before (a request refused, dropped
-    from the queue, or too long once it is tokenised) still has a status of its own.
+    The head of a stream is sent when the request is first scheduled, so that what happens before (a request refused,
+    dropped from the queue, or too long once it is tokenised) still has a status of its own.
     """
 
     def __init__(self, service: Service, wanted: Wanted, answer: Answer) -> None:
@@ -71,14 +71,21 @@ class GenerationResponse(Response):
         if service.log_requests:
             _log.info("prompt %r, %r", self._wanted.prompt, self._wanted.params)
         try:
-            generation = service.accept(self._wanted.prompt, self._wanted.params)
+            wanted = self._wanted
+            generation = service.accept(wanted.prompt, wanted.params, wanted.priority)
         except RoseinferError as error:
-            await service.refusal_of(error).response()(scope, receive, send)
+            refusal = service.refusal_of(error)
+            service.metrics.refused(refusal.reason)
+            await refusal.response()(scope, receive, send)
             return
         end = "error"
         writer = _Writer(send, service.write_timeout_s)
         watch = asyncio.ensure_future(_watch(receive, generation))
         try:
+            try:
+                await generation.scheduled()
+            finally:  # also of those whose client leaves just then
+                service.metrics.scheduled(generation)
             await (self._stream if self._wanted.stream else self._whole)(generation, writer)
             assert generation.finish_reason is not None
             end = generation.finish_reason.value
@@ -90,6 +97,11 @@ class GenerationResponse(Response):
             end = "stalled_reader"  # the answer is not complete, so whoever called this closes the connection
         except Exception as error:
             refusal = service.refusal_of(error)
+            if isinstance(error, ManagerClosedError):
+                end = "cut_short"
+            elif refusal.reason is not None:
+                end = "refused"
+                service.metrics.refused(refusal.reason)
             if not self._has_begun:
                 await refusal.response()(scope, receive, send)
             elif (event := self._answer.failure(refusal)) is not None:
@@ -102,10 +114,10 @@ class GenerationResponse(Response):
 
     async def _stream(self, generation: Generation, writer: _Writer) -> None:
         answer = self._answer
+        await self._start(writer, answer.stream_type)
         text = answer.begin() + answer.piece(await generation.next())
         # Asked right after `next` and never after a write: what comes while a write waits is not in `text`.
         has_ended = generation.finish_reason is not None
-        await self._start(writer, answer.stream_type)
         if not has_ended:
             await writer.write(text, more=True)
         self._service.metrics.began(generation, self._service.clock())

@@ -59,7 +59,7 @@ class Service:
         """Requests are taken, as far as there are slots."""
         return self.is_alive and not self.draining
 
-    def accept(self, prompt: str | Sequence[int], params: SamplingParams) -> Generation:
+    def accept(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")
@@ -68,15 +68,12 @@ class Service:
             raise PromptTooLongError(len(prompt), params.max_new_tokens, "context", self.max_model_len)
         if self._generations is None or self._generations.loop is not asyncio.get_running_loop():
             self._generations = Generations(self.manager, self.metrics.token_gap)
-        return self._generations.open(prompt, params)
+        return self._generations.open(prompt, params, priority)
 
     def refusal_of(self, error: Exception) -> Refusal:
-        """What to tell the client; counted if it is told to come back."""
+        """What to tell the client."""
         cause = error.__cause__ if isinstance(error, RequestFailedError) else None
-        refusal = refusal_of(cause or error, draining=self.draining)
-        if refusal.reason is not None:
-            self.metrics.refused(refusal.reason)
-        return refusal
+        return refusal_of(cause or error, draining=self.draining)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests, and returns when those that it has are done or, after `timeout_s`, were aborted."""

@@ -8,11 +8,12 @@ the next.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from roseinfer.sim.virtual import Arrival
+    from roseinfer.bench.retries import Retrier
+    from roseinfer.sim.virtual import Arrival, Sent
 
 
 class ClientRules(NamedTuple):
@@ -20,7 +21,8 @@ class ClientRules(NamedTuple):
 
     max_concurrency: requests outstanding at a time. user_starts_s: a closed loop of so many users, and when each of
     them comes. refused_pause_s: from a refusal to the next request of that user. duration_s: where requests wait for
-    permits, none is sent from then on. timeout_s: from sending to giving up.
+    permits, none is sent from then on. timeout_s: from sending to giving up. retrier makes who decides what is tried
+    again, and per_try_timeout_s is from sending a try to giving that up.
     """
 
     max_concurrency: int | None = None
@@ -28,18 +30,88 @@ class ClientRules(NamedTuple):
     refused_pause_s: float = 0.0
     duration_s: float | None = None
     timeout_s: float | None = None
+    retrier: Callable[[], Retrier] | None = None
+    per_try_timeout_s: float | None = None
 
     @property
     def is_closed(self) -> bool:
         return self.user_starts_s is not None
 
 
-class Due(NamedTuple):
-    """A request of the workload, and since when nothing but the sender's other work keeps it from being sent."""
+class Story:
+    """A request whose client may try it again: its tries so far, of which `n_open` are not over for the engine.
 
-    request_index: int
-    arrival: Arrival
-    permitted_s: float
+    `is_over`: no other try follows.
+    """
+
+    __slots__ = ("arrival", "is_over", "n_open", "permitted_s", "tries")
+
+    def __init__(self, arrival: Arrival, permitted_s: float) -> None:
+        self.arrival = arrival
+        self.permitted_s = permitted_s
+        self.tries: list[Sent] = []
+        self.n_open = 0
+        self.is_over = False
+
+
+class Comebacks:
+    """A client's requests that it may try again, by index, until all of their tries are over."""
+
+    def __init__(self, rules: ClientRules, retrier: Retrier) -> None:
+        self._retrier = retrier
+        self._timeout_s = float("inf") if rules.timeout_s is None else rules.timeout_s
+        self._per_try_s = float("inf") if rules.per_try_timeout_s is None else rules.per_try_timeout_s
+        self._stories: dict[int, Story] = {}
+
+    def due(self, index: int) -> tuple[int, Arrival, float]:
+        """A request whose next try is due, as `Outbox.take` gives it."""
+        return index, self._stories[index].arrival, self._stories[index].permitted_s
+
+    def next_try(self, due: tuple[int, Arrival, float]) -> int:
+        """The number of the try that is sent now; the story of its request begins with 1."""
+        index, arrival, permitted_s = due
+        story = self._stories.get(index)
+        if story is None:
+            story = self._stories[index] = Story(arrival, permitted_s)
+            self._retrier.begin()
+        return len(story.tries) + 1
+
+    def add(self, sent: Sent) -> None:
+        """This try was sent."""
+        story = self._stories[sent.index]
+        story.tries.append(sent)
+        story.n_open += 1
+        sent.attempt = len(story.tries)
+
+    def give_up_s(self, sent: Sent) -> float:
+        """When the client gives this try up; inf: never."""
+        return min(self._end_s(sent), sent.sent_s + self._per_try_s)
+
+    def served(self, sent: Sent) -> None:
+        self._stories[sent.index].is_over = True
+
+    def again_s(self, sent: Sent, failure: BaseException | None, now: float) -> float | None:
+        """When a try that has failed is followed by another; None: the request is over for its client."""
+        left_s = self._end_s(sent) - now
+        delay_s = self._retrier.delay_after_s(failure, sent.index, sent.attempt, left_s)
+        if delay_s is None:
+            self._stories[sent.index].is_over = True
+            return None
+        return now + delay_s
+
+    def end(self, sent: Sent) -> Sent | None:
+        """The engine is done with this try. The last one of its request, with the others, where all of it is over."""
+        story = self._stories[sent.index]
+        story.n_open -= 1
+        if story.n_open or not story.is_over:
+            return None
+        del self._stories[sent.index]
+        *earlier, last = story.tries
+        last.earlier = tuple(earlier)
+        return last
+
+    def _end_s(self, sent: Sent) -> float:
+        return self._stories[sent.index].tries[0].sent_s + self._timeout_s
 
 
 class Outbox:
@@ -64,8 +136,12 @@ class Outbox:
             self._permits_s = deque([0.0] * rules.max_concurrency)
         self._until_s = float("inf") if rules.duration_s is None else rules.duration_s
 
-    def take(self, now: float) -> Due | None:
-        """The request to send now, None while there is none or it has to wait."""
+    def take(self, now: float) -> tuple[int, Arrival, float] | None:
+        """The request to send now, None while there is none or it has to wait.
+
+        Of a request there is its place in the workload, the arrival, and since when nothing but the sender's other
+        work keeps it from being sent.
+        """
         permits_s = self._permits_s
         if permits_s is None:
             if not self.held:
@@ -84,7 +160,7 @@ class Outbox:
         self.taken += 1
         self.outstanding += 1
         self.peak = max(self.peak, self.outstanding)
-        return Due(index, arrival, permitted_s)
+        return index, arrival, permitted_s
 
     def ended(self, now: float) -> None:
         """A request is over for the client, however it ended."""

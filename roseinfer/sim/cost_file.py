@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from roseinfer.errors import InputError
+from roseinfer.whole_files import written
 
 LONGEST_S: Final = 3600.0
 """More for a unit of work is a slip of the pen; step ends stay finite, whatever the work."""
@@ -35,13 +36,9 @@ class CostFile(NamedTuple):
 
     def write(self, values: Mapping[str, object]) -> None:
         """Saves `values`, all or nothing. Raises OSError where the disk does not take them."""
-        aside = self.path.with_name(f".{self.path.name}.aside")
-        try:
-            aside.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            aside.replace(self.path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+        with written(self.path) as file:
+            file.write(text.encode())
 
     def group(
         self, name: str, values: object, known: Collection[str], *, optional: Collection[str] = ()

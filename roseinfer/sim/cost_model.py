@@ -35,6 +35,17 @@ class StepCost:
     decode_request_s: float
     context_token_s: float
 
+    def seconds(self, plan: StepPlan) -> float:
+        """How long the step computes: sums and products in a fixed order, equal on every machine."""
+        _, prefill_tokens, attention_pairs, decode_requests, context_tokens, _ = plan.composition()
+        return (
+            self.constant_s
+            + self.prefill_token_s * prefill_tokens
+            + self.attention_pair_s * attention_pairs
+            + self.decode_request_s * decode_requests
+            + self.context_token_s * context_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BetweenStepsCost:
@@ -75,7 +86,10 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds that an engine's work takes. `name` is what reports call it; no `noise`: always the same seconds."""
+    """Seconds that an engine's work takes. `name` is what reports call it.
+
+    `noise` is that of steps, `between_noise` that of the time between them; without it it is always the same seconds.
+    """
 
     name: str
     step: StepCost
@@ -83,6 +97,7 @@ class CostModel:
     submit: SubmitCost = field(default_factory=SubmitCost)
     noise: Noise | None = None
     fitted: Fitted | None = None
+    between_noise: Noise | None = None
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
@@ -94,7 +109,7 @@ class CostModel:
         file = CostFile(path)
         values = file.read(SCHEMA_VERSION)
         known = ("schema_version", *(one.name for one in fields(cls)))
-        file.group("", values, known, optional=("between_steps", "submit", "noise", "fitted"))
+        file.group("", values, known, optional=_OPTIONAL)
         name = file.text("name", values["name"])
         step = _cost(file, "step", values["step"], StepCost, optional=False)
         if not any(asdict(step).values()):
@@ -104,8 +119,9 @@ class CostModel:
             step,
             _cost(file, "between_steps", values.get("between_steps", {}), BetweenStepsCost, optional=True),
             _cost(file, "submit", values.get("submit", {}), SubmitCost, optional=True),
-            _noise(file, values.get("noise")),
+            _noise(file, "noise", values.get("noise")),
             _fitted(file, values.get("fitted")),
+            _noise(file, "between_noise", values.get("between_noise")),
         )
 
     def write(self, path: Path) -> None:
@@ -117,27 +133,18 @@ class CostModel:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """How long the step computes, without noise.
-
-        Nothing but sums and products in a fixed order: equal on every machine.
-        """
-        _, prefill_tokens, attention_pairs, decode_requests, context_tokens, _ = plan.composition()
-        cost = self.step
-        return (
-            cost.constant_s
-            + cost.prefill_token_s * prefill_tokens
-            + cost.attention_pair_s * attention_pairs
-            + cost.decode_request_s * decode_requests
-            + cost.context_token_s * context_tokens
-        )
+        """How long the step computes, without noise."""
+        return self.step.seconds(plan)
 
     def in_the_mean(self) -> CostModel:
         """The model without noise whose every step takes what such a step of this one takes in the mean."""
-        if self.noise is None:
-            return self
-        ratio, stall_s = self.noise.mean()
-        step = StepCost(**{name: ratio * seconds for name, seconds in asdict(self.step).items()})
-        return replace(self, step=replace(step, constant_s=step.constant_s + stall_s), noise=None)
+        return replace(
+            self,
+            step=_in_the_mean(self.step, self.noise),
+            between_steps=_in_the_mean(self.between_steps, self.between_noise),
+            noise=None,
+            between_noise=None,
+        )
 
     def costs(self, seed: int, *, as_text: bool, tokenize_workers: int = 0) -> RunCosts:
         """The costs of one simulated run, which have to be asked for its steps in their order.
@@ -189,10 +196,13 @@ class RunCosts:
     """The costs of one simulated run."""
 
     def __init__(self, model: CostModel, seed: int, *, as_text: bool, in_worker: bool) -> None:
-        self._step_seconds = model.step_seconds
+        self._step_seconds = model.step.seconds
         self._between_steps = model.between_steps
         self._noise = None if model.noise is None else NoiseOfRun(model.noise, seed)
-        self._n_steps = 0
+        self._between_noise = (
+            None if model.between_noise is None else NoiseOfRun(model.between_noise, seed, stream=1)
+        )
+        self._n_steps = self._n_between = 0
         self._submit_request_s = model.submit.request_s
         self._submit_token_s = model.submit.token_s if as_text and not in_worker else 0.0
         self._worker_token_s = model.submit.token_s if as_text and in_worker else 0.0
@@ -207,8 +217,12 @@ class RunCosts:
         return seconds
 
     def between_seconds(self, plan: StepPlan) -> float:
-        """From the end of this step's computation to the next step."""
-        return self._between_steps.constant_s + self._between_steps.request_s * len(plan.spans)
+        """From the end of this step's computation to the next step, noise included."""
+        seconds = self._between_steps.constant_s + self._between_steps.request_s * len(plan.spans)
+        if self._between_noise is not None:
+            seconds = self._between_noise.seconds(self._n_between, seconds)
+            self._n_between += 1
+        return seconds
 
     def submit_seconds(self, prompt_tokens: int) -> float:
         """What submitting takes of the sender's time."""
@@ -219,7 +233,18 @@ class RunCosts:
         return self._worker_token_s * prompt_tokens
 
 
+_OPTIONAL: Final = ("between_steps", "submit", "noise", "between_noise", "fitted")
+
 Cost = TypeVar("Cost", StepCost, BetweenStepsCost, SubmitCost)
+NoisyCost = TypeVar("NoisyCost", StepCost, BetweenStepsCost)
+
+
+def _in_the_mean(cost: NoisyCost, noise: Noise | None) -> NoisyCost:
+    if noise is None:
+        return cost
+    ratio, stall_s = noise.mean()
+    cost = replace(cost, **{name: ratio * seconds for name, seconds in asdict(cost).items()})
+    return replace(cost, constant_s=cost.constant_s + stall_s)
 
 
 def _cost(file: CostFile, name: str, values: object, kind: type[Cost], *, optional: bool) -> Cost:
@@ -229,17 +254,17 @@ def _cost(file: CostFile, name: str, values: object, kind: type[Cost], *, option
     return kind(**{key: file.seconds(f"{name}.{key}", value) for key, value in values.items()})
 
 
-def _noise(file: CostFile, values: object) -> Noise | None:
+def _noise(file: CostFile, name: str, values: object) -> Noise | None:
     if values is None:
         return None
-    values = file.group("noise", values, [one.name for one in fields(Noise)])
-    ratios = [file.number(*item, LARGEST_RATIO) for item in file.items("noise.ratios", values["ratios"])]
+    values = file.group(name, values, [one.name for one in fields(Noise)])
+    ratios = [file.number(*item, LARGEST_RATIO) for item in file.items(f"{name}.ratios", values["ratios"])]
     if not ratios or ratios[0] == 0 or any(a > b for a, b in pairwise(ratios)):
-        raise file.wrong("noise.ratios must be numbers above 0, ascending")
-    probability = file.number("noise.stall_probability", values["stall_probability"], 1)
-    stalls_s = [file.seconds(*item) for item in file.items("noise.stalls_s", values["stalls_s"])]
+        raise file.wrong(f"{name}.ratios must be numbers above 0, ascending")
+    probability = file.number(f"{name}.stall_probability", values["stall_probability"], 1)
+    stalls_s = [file.seconds(*item) for item in file.items(f"{name}.stalls_s", values["stalls_s"])]
     if probability and not stalls_s:
-        raise file.wrong(f"noise.stall_probability {probability:g} needs noise.stalls_s")
+        raise file.wrong(f"{name}.stall_probability {probability:g} needs {name}.stalls_s")
     return Noise(tuple(ratios), probability, tuple(stalls_s))
 
 

@@ -34,11 +34,12 @@ class Noise:
 
 
 class NoiseOfRun:
-    """The noise of the steps of one simulated run: a function of the seed and the number of the step."""
+    """The noise of the steps of one simulated run: a function of the seed, the stream and the number of the step."""
 
-    def __init__(self, noise: Noise, seed: int) -> None:
+    def __init__(self, noise: Noise, seed: int, stream: int = 0) -> None:
         self._noise = noise
         self._seed = seed
+        self._stream = stream
         self._ratios: list[float] = []
         self._stalls_s: list[float] = []
         self._first = self._end = 0
@@ -53,7 +54,7 @@ class NoiseOfRun:
     def _draw(self, block: int) -> None:
         noise = self._noise
         # One array for all three: whatever the tables hold, a step takes the same numbers out of the stream.
-        uniform = np.random.default_rng([self._seed, block]).random((3, BLOCK_STEPS))
+        uniform = np.random.default_rng([self._seed, block, self._stream]).random((3, BLOCK_STEPS))
         quantiles = np.linspace(0, 1, len(noise.ratios))
         self._ratios = np.interp(uniform[0], quantiles, noise.ratios).tolist()
         stalls_s = np.zeros(BLOCK_STEPS)

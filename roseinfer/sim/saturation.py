@@ -48,7 +48,7 @@ def saturated_rate(
         starts_s.append(sent.fate.first_scheduled_s)
         ends_s.append(sent.fate.finished_s)
 
-    everybody = limits._replace(max_inflight_requests=None)
+    everybody = limits._replace(max_inflight_requests=None, admission=None)
     simulate(burst, everybody, costs, on_request=on_request, on_step=lambda _: None)
     ends_s.sort()
     drains_s = max(starts_s)

@@ -14,36 +14,53 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from roseinfer.admission import Admission
+from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, InvariantError, RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan, StepRecord, StepResult
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
-from roseinfer.scheduler import STALE_SLACK, SchedulerLimits
-from roseinfer.sim.client import ClientRules, Due, Outbox
+from roseinfer.scheduler import SchedulerLimits
+from roseinfer.sim.client import ClientRules, Comebacks, Outbox
+from roseinfer.sim.cost_model import CostModel
 from roseinfer.sim.costs import Costs, StepsOnly
+from roseinfer.waiting import FCFS, STALE_SLACK
 
-USER, RETURNED, TOKENIZED, STEP_END, PUBLISHED, DEADLINE = range(6)
+USER, RETRY, RETURNED, TOKENIZED, STEP_END, PUBLISHED, DEADLINE = range(7)
 """Kinds of events. At equal times arrivals come first, then these in this order, those of one kind in order of their
 requests, and a step is planned after all of them. So a request that is due when a slot comes free meets it taken, and
 an answer that comes at its deadline has come in time. A request that the client held back is sent by the very event
 that lets it go.
 """
 
+NEVER_S: Final = float("inf")
+
 TOKEN_ID: Final = 1
 """What every simulated token is: nothing depends on its value."""
 
+TRY_IDS: Final = 1 << 40
+"""From the request id of a try to that of the next of the same request; that of the first is the request's index."""
+
 
 class Arrival(NamedTuple):
-    """A request of the workload. In a closed loop `time_s` has no meaning: requests are taken in their order."""
+    """A request of the workload. In a closed loop `time_s` has no meaning: requests are taken in their order.
+
+    `priority` is its class, 0 the highest; `ttft_deadline_s` counts from when it is sent.
+    """
 
     time_s: float
     prompt_tokens: int
     max_new_tokens: int
+    priority: int = 0
+    ttft_deadline_s: float | None = None
 
 
 class SimLimits(NamedTuple):
-    """The sizes that a SchedulerManager takes, with the same meaning."""
+    """The sizes that a SchedulerManager takes, with the same meaning.
+
+    Text has no bytes here: a prompt that is to be tokenised holds its true tokens from the first.
+    """
 
     max_inflight_requests: int | None = None
     max_batch_size: int = 8
@@ -52,15 +69,19 @@ class SimLimits(NamedTuple):
     kv_cache_tokens: int = 1 << 20
     max_model_len: int = 1 << 20
     tokenize_workers: int = 1
+    admission: str | None = None
+    scheduling: str = FCFS
+    cost_model: CostModel | None = None  # what the policies go by, not what steps take
 
 
 @dataclass(slots=True)
 class Sent:
-    """One request that was sent, as its client saw it, and what became of it.
+    """One request that was sent, as its client saw it, and what became of it; where clients retry, one try of it.
 
     `waiting` is how many waited for a seat when it was sent. `fate` is the request as it ended, its refusal, or the
     error of a prompt that can never fit; where that was found when it was tokenised, `error` is it. `received_s` is
-    when its client got each token, up to `gave_up_s`, and `ended_s` when the end.
+    when its client got each token, up to `gave_up_s`, and `ended_s` when the end. The last try of a request has the
+    `earlier` ones.
     """
 
     index: int
@@ -71,10 +92,17 @@ class Sent:
     prompt_tokens: int
     waiting: int
     fate: Request | RoseinferError
+    priority: int = 0
     gave_up_s: float | None = None
     received_s: list[float] = field(default_factory=list)
     ended_s: float | None = None
     error: BaseException | None = None
+    attempt: int = 1
+    earlier: tuple[Sent, ...] = ()
+
+    @property
+    def request_id(self) -> int:
+        return self.index + (self.attempt - 1) * TRY_IDS
 
 
 @dataclass(slots=True)
@@ -112,9 +140,10 @@ def simulate(
 ) -> SimRun:
     """Plays `arrivals`, which come in the order of their times, against an engine whose work lasts as `costs` say.
 
-    `on_request` gets every request that was sent, when all of it is over, and `on_step` every step; without them the
-    run holds them. One sender sends, one request after another; readers read what is published without delay. Request
-    ids are the places of the arrivals, from 0. Costs that are a function are those of a step, and all else is free.
+    `on_request` gets every request that was sent (its last try), when all of it is over, and `on_step` every step;
+    without them the run holds them. One sender sends, one request after another; readers read what is published without
+    delay. `request_index` gives the place of an arrival, from 0, that a request id is of. Costs that are a function are
+    those of a step, and all else is free.
     """
     sent: list[Sent] = []
     steps: list[StepRecord] = []
@@ -138,6 +167,10 @@ def simulate(
     )
 
 
+def request_index(request_id: int) -> int:
+    return request_id % TRY_IDS
+
+
 class _Simulation:
     def __init__(
         self,
@@ -150,21 +183,35 @@ class _Simulation:
     ) -> None:
         self.costs = costs
         self.client = client
+        self.comebacks = None if client.retrier is None else Comebacks(client, client.retrier())
+        self.again: deque[int] = deque()  # those whose next try is due
         self.on_request = on_request
+        # A try is over for the client and the engine.
+        self.on_try = on_request if self.comebacks is None else self._end_try
         self.on_step = on_step
+        sizes = SchedulerLimits(
+            limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
+        )
+        admission, policy = policies_of(
+            admission_of(limits.max_inflight_requests, limits.admission),
+            limits.scheduling,
+            sizes,
+            limits.cost_model,
+        )
         self.core = Core(
-            limits=SchedulerLimits(
-                limits.max_batch_size, limits.max_active_requests, limits.max_num_batched_tokens
-            ),
+            limits=sizes,
             kv_cache=KVCache(blocks_for(limits.kv_cache_tokens)),
-            admission=Admission(limits.max_inflight_requests),
+            admission=admission,
+            policy=policy,
             max_model_len=limits.max_model_len,
             eos_token_ids=frozenset(),
-            unread_timeout_s=float("inf"),
+            unread_timeout_s=NEVER_S,
         )
         self.arrivals = enumerate(arrivals)
         self.arrived = 0  # of a schedule
         self.outbox = Outbox(client, self.arrivals)
+        self.held = self.outbox.held
+        self.is_closed = client.is_closed
         self.params: dict[int, SamplingParams] = {}  # by max_new_tokens
         self.last_sent_s: float | None = None
         self.submitting: Sent | None = None  # what the sender is at
@@ -183,25 +230,25 @@ class _Simulation:
         heapq.heapify(self.heap)
 
     def run(self) -> None:
-        heap, arrivals, held = self.heap, self.arrivals, self.outbox.held
-        following = None if self.client.is_closed else next(arrivals, None)
-        while heap or following is not None:
-            if following is not None and (not heap or following[1].time_s <= heap[0][0]):
-                now = following[1].time_s
+        heap, arrivals, held = self.heap, self.arrivals, self.held
+        following = None if self.is_closed else next(arrivals, None)
+        due_s = NEVER_S if following is None else following[1].time_s
+        while True:
+            if heap and heap[0][0] < due_s:
+                now, kind, index = heapq.heappop(heap)
+                self._handle(kind, index, now)
+            elif following is not None:
+                now = due_s
                 held.append(following)
                 self.arrived += 1
                 following = next(arrivals, None)
-                if following is not None and following[1].time_s < now:
+                due_s = NEVER_S if following is None else following[1].time_s
+                if due_s < now:
                     raise InvariantError("arrivals are not in the order of their times")
                 self._send(now)
             else:
-                now, kind, index = heapq.heappop(heap)
-                self._handle(kind, index, now)
-            if (
-                self.step is None
-                and not (heap and heap[0][0] == now)
-                and not (following is not None and following[1].time_s == now)
-            ):
+                return
+            if self.step is None and due_s != now and not (heap and heap[0][0] == now):
                 self._start_step(now)
 
     def _handle(self, kind: int, index: int, now: float) -> None:
@@ -221,48 +268,63 @@ class _Simulation:
             self._tokenize(now)
         elif kind == DEADLINE:
             self._give_up(index, now)
+        elif kind == RETRY:
+            self.again.append(index)
         else:
             self.outbox.add_user(now)
-        self._send(now)
+        if self.held or self.is_closed or self.again:
+            self._send(now)
 
     # ---- the client's side ----
 
     def _send(self, now: float) -> None:
         """Sends whatever may be sent now. A refused request ends at once, and so lets the next of a schedule go."""
-        while self.submitting is None and (due := self.outbox.take(now)) is not None:
+        while self.submitting is None and (self.held or self.is_closed or self.again):
+            due = self.outbox.take(now) if self.comebacks is None or not self.again else self._due_again()
+            if due is None:
+                return
+            index, arrival, permitted_s = due
+            attempt = 1 if self.comebacks is None else self.comebacks.next_try(due)
+            request_id = index + (attempt - 1) * TRY_IDS
+            due_s, prompt_tokens, *_ = arrival
             waiting = self.core.admission.not_started
-            prompt_tokens = due.arrival.prompt_tokens
-            fate = self._reserve(due, now)
+            fate = self._reserve(request_id, arrival, now)
             if isinstance(fate, Request):
                 returned_s = now + self.costs.submit_seconds(prompt_tokens)
             else:
                 returned_s = now + self.costs.refuse_seconds
-            due_s = due.arrival.time_s
             sent = Sent(
-                due.request_index, due_s, due.permitted_s, now, returned_s, prompt_tokens, waiting, fate
+                index, due_s, permitted_s, now, returned_s, prompt_tokens, waiting, fate, arrival.priority
             )
+            if self.comebacks is not None:
+                self.comebacks.add(sent)
             self.last_sent_s = now
             if returned_s > now:
                 self.submitting = sent
-                heapq.heappush(self.heap, (returned_s, RETURNED, due.request_index))
+                heapq.heappush(self.heap, (returned_s, RETURNED, index))
             else:
                 self._returned(sent, now)
 
     def _returned(self, sent: Sent, now: float) -> None:
         """Submitting has come back to the sender. The user of a closed loop who is refused is gone for a while."""
         if isinstance(sent.fate, Request):
-            self.open[sent.index] = sent
+            self.open[sent.fate.request_id] = sent
             self._enter(sent, sent.fate, now)
-            if self.client.timeout_s is not None:
+            if self.comebacks is not None:
+                self._set_deadline(sent, max(now, self.comebacks.give_up_s(sent)))
+            elif self.client.timeout_s is not None:
                 self._set_deadline(sent, max(now, sent.sent_s + self.client.timeout_s))
             return
-        back_s = self.outbox.refused(now)
-        if back_s is not None:
-            heapq.heappush(self.heap, (back_s, USER, sent.index))
-        self.on_request(sent)
+        if self._is_last(sent, now):
+            back_s = self.outbox.refused(now)
+            if back_s is not None:
+                heapq.heappush(self.heap, (back_s, USER, sent.index))
+        self.on_try(sent)
 
     def _set_deadline(self, sent: Sent, at_s: float) -> None:
-        heapq.heappush(self.heap, (at_s, DEADLINE, sent.index))
+        if at_s == float("inf"):
+            return
+        heapq.heappush(self.heap, (at_s, DEADLINE, sent.request_id))
         if len(self.heap) > 2 * len(self.open) + STALE_SLACK:
             # Deadlines of what has ended long before them must not pile up.
             self.heap[:] = [event for event in self.heap if event[1] != DEADLINE or event[2] in self.open]
@@ -270,43 +332,78 @@ class _Simulation:
 
     def _read(self, events: list[TokenEvent], now: float) -> None:
         """Takes what was published; whoever has ended gives its slot and its permit back."""
-        for event in events:
-            sent = self.open[event.request_id]
+        for request_id, token_id, _, finish_reason, error in events:
+            sent = self.open[request_id]
             is_read = sent.gave_up_s is None
-            if is_read and event.token_id is not None:
+            if is_read and token_id is not None:
                 sent.received_s.append(now)
-            if event.finish_reason is not None:
-                del self.open[event.request_id]
+            if finish_reason is not None:
+                del self.open[request_id]
                 assert isinstance(sent.fate, Request)
                 self.core.acknowledge(sent.fate, now)
                 if is_read:
-                    sent.ended_s, sent.error = now, event.error
-                    self.outbox.ended(now)
-                self.on_request(sent)
+                    sent.ended_s, sent.error = now, error
+                    if self._is_last(sent, now):
+                        self.outbox.ended(now)
+                self.on_try(sent)
 
-    def _give_up(self, index: int, now: float) -> None:
-        sent = self.open.get(index)
+    def _give_up(self, request_id: int, now: float) -> None:
+        sent = self.open.get(request_id)
         if sent is not None:
             sent.gave_up_s = now
-            self.outbox.ended(now)
+            if self._is_last(sent, now):
+                self.outbox.ended(now)
             assert isinstance(sent.fate, Request)
             if sent.fate.finish_reason is not None:  # and nobody knew
                 self.core.acknowledge(sent.fate, now)
             else:
-                self._command(partial(self.core.abort, index), now)
+                self._command(partial(self.core.abort, request_id), now)
+
+    # ---- a client that comes back ----
+
+    def _is_last(self, sent: Sent, now: float) -> bool:
+        """A try has ended for the client; False: another follows, and it sees to that."""
+        if self.comebacks is None:
+            return True
+        failure = sent.error if isinstance(sent.fate, Request) else sent.fate
+        if failure is None and sent.gave_up_s is None:
+            self.comebacks.served(sent)
+            return True
+        again_s = self.comebacks.again_s(sent, failure, now)
+        if again_s is not None:
+            heapq.heappush(self.heap, (again_s, RETRY, sent.index))
+        return again_s is None
+
+    def _due_again(self) -> tuple[int, Arrival, float] | None:
+        assert self.comebacks is not None
+        return self.comebacks.due(self.again.popleft())
+
+    def _end_try(self, sent: Sent) -> None:
+        assert self.comebacks is not None
+        if (last := self.comebacks.end(sent)) is not None:
+            self.on_request(last)
 
     # ---- the engine's side ----
 
-    def _reserve(self, due: Due, now: float) -> Request | RoseinferError:
+    def _reserve(self, request_id: int, arrival: Arrival, now: float) -> Request | RoseinferError:
         """What SchedulerManager.submit does up to the inbox."""
-        _, prompt_tokens, max_new_tokens = due.arrival
+        _, prompt_tokens, max_new_tokens, priority, ttft_deadline_s = arrival
         core = self.core
+        is_text = not self.workers or self.costs.tokenize_seconds(prompt_tokens) > 0
         try:
-            ticket = core.admission.reserve(now, prompt_tokens + max_new_tokens)
-        except SchedulerManagerOverloadedError as refusal:
+            if core.admission.has_lanes and not is_text:
+                core.check_fits(prompt_tokens, max_new_tokens)
+            ticket = core.admission.reserve(
+                now,
+                prompt_tokens + max_new_tokens,
+                is_bound=is_text,
+                prompt_tokens=prompt_tokens,
+                priority=priority,
+            )
+        except (SchedulerManagerOverloadedError, InputError) as refusal:
             return refusal.with_traceback(None)  # which would keep this frame alive
         prompt_ids = None
-        if self.workers and not self.costs.tokenize_seconds(prompt_tokens):
+        if not is_text:
             prompt_ids = range(prompt_tokens)
             try:
                 core.check_fits(prompt_tokens, max_new_tokens)
@@ -316,7 +413,8 @@ class _Simulation:
         params = self.params.get(max_new_tokens)
         if params is None:
             params = self.params[max_new_tokens] = SamplingParams(max_new_tokens, ignore_eos=True)
-        return Request(due.request_index, params, ticket, seed=0, prompt_ids=prompt_ids, reserved_s=now)
+        deadline_s = None if ttft_deadline_s is None else now + ttft_deadline_s
+        return Request(request_id, params, ticket, 0, prompt_ids, now, priority, deadline_s)
 
     def _enter(self, sent: Sent, request: Request, now: float) -> None:
         self.core.submit(request)
@@ -332,15 +430,15 @@ class _Simulation:
         """Gives free workers what waits for them, first come first served, but for what nobody wants any more."""
         while self.workers_free and self.to_tokenize:
             sent = self.to_tokenize.popleft()
-            if sent.index in self.open:
+            if sent.request_id in self.open:
                 self.workers_free -= 1
                 ready_s = now + self.costs.tokenize_seconds(sent.prompt_tokens)
-                heapq.heappush(self.heap, (ready_s, TOKENIZED, sent.index))
+                heapq.heappush(self.heap, (ready_s, TOKENIZED, sent.request_id))
 
     def _tokenized(self, sent: Sent, now: float) -> None:
         ids, core = range(sent.prompt_tokens), self.core
         # Stamped with the moment that it was ready, whenever the engine hears of it.
-        self._command(lambda _: core.tokenized(sent.index, ids, now), now)
+        self._command(lambda _: core.tokenized(sent.request_id, ids, now), now)
 
     def _command(self, command: Callable[[float], list[TokenEvent]], now: float) -> None:
         """Has the engine do this, as soon as no step runs; it is told the time then."""
@@ -351,6 +449,11 @@ class _Simulation:
 
     def _start_step(self, now: float) -> None:
         plan = self.core.plan(now)
+        if dropped := self.core.take_dropped():
+            self._read(dropped, now)
+            self._send(now)  # what waited for them to end
+            if plan is None:
+                self._start_step(now)  # ends: every turn drops somebody
         if plan is None:
             return
         end_s = now + self.costs.step_seconds(plan)
@@ -358,7 +461,8 @@ class _Simulation:
         token_ids = [TOKEN_ID if samples else None for _, _, _, samples in plan.spans]
         scheduler = self.core.scheduler
         counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
-        self.step = StepRecord(plan, StepResult(token_ids, now, end_s), now, published_s, *counts)
+        result, limit = StepResult(token_ids, now, end_s), self.core.admission.moving_limit
+        self.step = StepRecord(plan, result, now, published_s, *counts, limit)
         heapq.heappush(self.heap, (end_s, STEP_END, -1))
 
     def _end_step(self, now: float) -> None:

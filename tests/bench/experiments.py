@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.options import SweepOptions
 from roseinfer.bench.workload import Workload
@@ -38,7 +39,7 @@ def experiment(**flags: Any) -> Experiment:
 
 def cell_of(made: Experiment, limit: int | None) -> Cell:
     """The one cell with this limit."""
-    (cell,) = [cell for cell in made.cells if cell.max_inflight == limit]
+    (cell,) = [cell for cell in made.cells if cell.admission == AdmissionSpec(limit)]
     return cell
 
 

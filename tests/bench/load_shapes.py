@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.summary import sort_cells, summarise
 from tests.bench.rows import as_read, facts_by_cell
 
@@ -38,6 +39,7 @@ def served(
             "request_index": index,
             "target": "sim",
             "arrival": arrival,
+            "admission": str(AdmissionSpec(limit)),
             "max_inflight": limit,
             "burst_size": burst_size,
             "prompt_len": 32,

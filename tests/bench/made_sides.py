@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.sides import Side
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.summary import SUMMARY_SCHEMA, sort_cells, summarise
@@ -97,6 +98,7 @@ def _cell(limit: int, figures: Figures, invalid: str | None) -> list[dict[str, A
     healthy |= {"n_ttft": 128, "p99_ttft_ms": 100.0, "output_throughput": 50.0}
     factors: dict[str, Any] = {
         "cell_id": f"inflight_{limit or 'none'}",
+        "admission": str(AdmissionSpec(limit or None)),
         "max_inflight": limit or None,
         "burst_size": 128,
     }

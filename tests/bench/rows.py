@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.goals import parse_goal
 from roseinfer.bench.records import REQUEST_SCHEMA
 from roseinfer.bench.summary import pooled, summarise
@@ -42,6 +43,7 @@ def measured(
             "repeat": repeat,
             "request_index": i,
             "target": "inprocess",
+            "admission": str(AdmissionSpec(limit)),
             "max_inflight": limit,
             "burst_size": burst_size,
             "prompt_len": prompt_len,

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.records import REQUEST_SCHEMA
 from roseinfer.bench.summary import sort_cells, summarise
 from roseinfer.bench.validity import CellFacts
@@ -36,6 +37,7 @@ def simulate(
         for index in range(burst):
             sent_s = 30e-6 * index
             factors = {
+                "admission": str(AdmissionSpec(limit)),
                 "max_inflight": limit,
                 "burst_size": burst,
                 "prompt_len": prompt_len,

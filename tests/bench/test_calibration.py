@@ -64,6 +64,18 @@ def test_the_truth_is_nearly_found_under_noise_and_stalls(tmp_path: Path) -> Non
     assert model.noise.stalls_s == pytest.approx([0.5] * len(model.noise.stalls_s), rel=0.02)
 
 
+def test_stalls_between_steps_are_found_too(tmp_path: Path) -> None:
+    stalling = replace(TRUTH, between_noise=Noise((1.0,), 0.1, (0.05,)))
+    flags = FLAGS | {"max_inflight": "0", "burst_size": "24", "repeats": 4}
+    run = MeasuredRun.open(made_run(tmp_path, "n", stalling, **flags))
+    model = calibrate([run])
+    assert model.between_steps.constant_s == pytest.approx(TRUTH.between_steps.constant_s, rel=0.01)
+    assert model.between_noise is not None
+    stalls = (run.steps["between_s"].dropna() > 0.05).mean()
+    assert model.between_noise.stall_probability == pytest.approx(stalls, abs=1e-5)
+    assert model.between_noise.stalls_s == pytest.approx([0.05] * len(model.between_noise.stalls_s), rel=0.01)
+
+
 def test_it_says_what_it_was_fitted_to(run_a: Path) -> None:
     run = MeasuredRun.open(run_a)
     fitted = calibrate([run]).fitted

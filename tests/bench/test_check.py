@@ -125,14 +125,14 @@ def test_a_cell_that_the_baseline_lacks_fails() -> None:
 
 
 def test_a_rule_that_is_about_no_cell_fails() -> None:  # case G2
-    rule = Rule(metric="p99_ttft_ms", bound=1.1, is_ratio=True, cells={"max_inflight": 65.0})
+    rule = Rule(metric="p99_ttft_ms", bound=1.1, is_ratio=True, cells={"admission": "inflight:65"})
     report = check(side({64: cell()}), base(64), [rule])
     assert "no cell is as" in report.judgements[0].remark
     assert report.exit_code() == 1
 
 
 def test_a_rule_with_a_filter_leaves_other_cells_alone() -> None:
-    rule = Rule(metric="p99_ttft_ms", bound=1.1, is_ratio=True, cells={"max_inflight": None})
+    rule = Rule(metric="p99_ttft_ms", bound=1.1, is_ratio=True, cells={"admission": "none"})
     report = check(side({64: cell(900.0), NO_LIMIT: cell()}), base(64, NO_LIMIT), [rule])
     assert verdicts(report) == [("no limit", "p99_ttft_ms", "PASS")]
     assert report.level == 0.95

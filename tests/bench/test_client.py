@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench import client
-from roseinfer.bench.client import Permits
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
+from roseinfer.bench.permits import Permits
 from roseinfer.bench.records import REQUEST_SCHEMA, derive
 from roseinfer.bench.row_files import record_table
 from roseinfer.bench.rows import CellResult
@@ -439,6 +439,7 @@ def test_an_idle_client_sleeps(monkeypatch: pytest.MonkeyPatch, flags: dict[str,
 def now(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     fake = FakeClock()
     monkeypatch.setattr(client, "clock", fake)
+    monkeypatch.setattr("roseinfer.bench.permits.clock", fake)
     return fake
 
 

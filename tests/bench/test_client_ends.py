@@ -77,9 +77,9 @@ def test_what_is_read_after_its_deadline_came_too_late(
     now = FakeClock()
     monkeypatch.setattr(client, "clock", now)
     manager = SchedulerManager(ScriptedEngine(), start=False)
-    consumer = client._Consumer(manager, 5.0, None)
+    consumer = client._Consumer(manager, 5.0, None, None)
     stream = manager.submit(HELLO, SamplingParams(1), mailbox=consumer.mailbox)
-    consumer.expect(stream.request_id, 0.0)
+    consumer.expect(stream.request_id, 5.0, lambda at_s, failure, is_served=False: None)
     while manager.step():
         pass
     now.now = read_s

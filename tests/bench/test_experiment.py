@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell, Experiment
+from roseinfer.bench.options import RunOptions
 from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
 
@@ -16,7 +19,7 @@ from tests.bench.experiments import experiment
 def test_cells_are_the_product_of_the_lists() -> None:
     made = experiment(max_inflight="0,16", burst_size="8,32", prompt_len="5", max_new_tokens="1,2")
     assert len(made.cells) == len(set(made.cells)) == 8
-    assert Cell(16, 32, 5, 2) in made.cells
+    assert Cell(AdmissionSpec(16), 32, 5, 2) in made.cells
 
 
 def test_cell_ids_differ() -> None:
@@ -29,6 +32,37 @@ def test_limit_0_is_no_limit_and_never_a_limit_of_zero() -> None:  # case A10
     assert no_limit.max_inflight is None
     assert "none" in no_limit.cell_id
     assert limited.max_inflight == 16
+
+
+def test_a_list_of_admissions_is_swept_in_its_order() -> None:
+    made = experiment(
+        admission="tokens:4096,inflight:16,none,tokens:512+inflight:4", burst_size="8", prompt_len="5"
+    )
+    assert [str(cell.admission) for cell in made.cells] == [
+        *("tokens:4096", "inflight:16", "none", "inflight:4+tokens:512"),
+    ]
+    assert [cell.cell_id.partition("-burst")[0] for cell in made.cells] == [
+        *("tokens_4096", "inflight_16", "inflight_none", "inflight_4-tokens_512"),
+    ]
+    assert len({cell.shape for cell in made.cells}) == 1
+
+
+def test_the_short_form_makes_the_same_cells() -> None:
+    assert experiment(max_inflight="0,16").cells == experiment(admission="none,inflight:16").cells
+
+
+@pytest.mark.parametrize(
+    "text", ["tokens:0", "16", "tokens:4096,", "tokens:4,inflight:2,tokens:4", "slo:ttft=1"]
+)
+def test_an_admission_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        experiment(admission=text)
+    assert caught.value.name == "--admission"
+
+
+def test_both_forms_of_a_limit_are_refused_and_named() -> None:
+    with pytest.raises(InputError, match=r"--admission 'tokens:4096'.*--max-inflight 16"):
+        experiment(admission="tokens:4096", max_inflight="16")
 
 
 @pytest.mark.parametrize(
@@ -242,3 +276,21 @@ def test_lengths_that_are_seldom_cut_are_fine(flags: dict[str, Any]) -> None:
 def test_lengths_whose_typical_request_does_not_fit_are_refused_as_that() -> None:
     made = experiment(prompt_len="32,2000", prompt_len_dist="uniform:0.1")
     assert refused(made, 1024).value == "2000"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"scheduling": "lifo"}, "--scheduling 'lifo'"),
+        ({"scheduling": "edf"}, "--scheduling 'edf': needs --ttft-deadline"),
+        (
+            {"admission": "inflight:4+priority"},
+            "--admission 'inflight:4+priority:age=10s': needs --priority-mix",
+        ),
+        ({"admission": "slo:ttft=1s"}, "--admission 'slo:ttft=1s': weighs"),
+        ({"cost_model": Path("m.json")}, "--cost-model"),
+    ],
+)
+def test_a_policy_that_could_do_nothing_is_refused(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=re.escape(named)):
+        Experiment.from_options(RunOptions(**flags), flags.keys())

@@ -24,6 +24,7 @@ def explained(**changes: object) -> pd.DataFrame:
     row: dict[str, object] = {
         "cell_id": "cell",
         **dict.fromkeys(FACTORS, np.nan),
+        "admission": "none",
         "n": 400,
         "p99_ttft_ms": 250.0,
         "explained": 5,
@@ -101,7 +102,9 @@ def test_without_steps_the_parts_are_drawn_and_the_queue_was_not_measured() -> N
 
 def test_limits_stand_from_the_smallest_to_no_limit_down() -> None:
     # case A10
-    rows = [explained(max_inflight=limit, n=n) for limit, n in ((np.nan, 3), (64, 2), (9, 1))]
+    rows = [
+        explained(admission=limit, n=n) for limit, n in (("none", 3), ("inflight:64", 2), ("inflight:9", 1))
+    ]
     figure = draw_explain(label_cells(pd.concat(rows)), CAPTION)
 
     parts = figure.axes[0]

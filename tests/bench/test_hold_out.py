@@ -25,24 +25,28 @@ def grid(**levels: list[Any]) -> pd.DataFrame:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_level_of_every_factor_is_on_both_sides(seed: int) -> None:
-    cells = grid(max_inflight=[None, 8, 32, 64], burst_size=[16, 128], prompt_len=[16, 64, 256])
+    cells = grid(
+        admission=["none", "inflight:8", "inflight:32", "tokens:64"],
+        burst_size=[16, 128],
+        prompt_len=[16, 64, 256],
+    )
     chosen = cells.iloc[choose(cells, 0.5, seed)]
     assert len(chosen) == 12
-    for factor, size in (("max_inflight", 3), ("burst_size", 6), ("prompt_len", 4)):
+    for factor, size in (("admission", 3), ("burst_size", 6), ("prompt_len", 4)):
         assert chosen[factor].value_counts(dropna=False).tolist() == [size] * cells[factor].nunique(
             dropna=False
         )
 
 
 def test_the_seed_decides_which() -> None:
-    cells = grid(max_inflight=[None, 8, 32, 64], burst_size=[16, 128])
+    cells = grid(admission=["none", "inflight:8", "inflight:32", "tokens:64"], burst_size=[16, 128])
     assert choose(cells, 0.5, 1) == choose(cells, 0.5, 1)
     assert len({tuple(choose(cells, 0.5, seed)) for seed in range(10)}) > 1
 
 
 @pytest.mark.parametrize(("share", "n"), [(0.5, 1), (0.01, 1), (0.99, 2)])
 def test_at_least_one_and_never_all(share: float, n: int) -> None:
-    assert len(choose(grid(max_inflight=[None, 8, 32]), share, 0)) == n
+    assert len(choose(grid(admission=["none", "inflight:8", "tokens:8"]), share, 0)) == n
 
 
 @pytest.mark.parametrize("seed", range(5))

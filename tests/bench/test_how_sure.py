@@ -13,7 +13,7 @@ OFFERED = 200
 def evidence(limit: int, served: list[int]) -> Evidence:
     """What served so many of `OFFERED` in each repeat."""
     return Evidence(
-        limit=limit,
+        limit=f"inflight:{limit}",
         offered=OFFERED * len(served),
         served=sum(served),
         repeats={repeat: (count, OFFERED) for repeat, count in enumerate(served)},

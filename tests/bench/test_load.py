@@ -9,6 +9,7 @@ import pytest
 
 from roseinfer.bench.experiment import Experiment
 from roseinfer.bench.load import CLOSED
+from roseinfer.bench.retries import RetryPolicy
 from roseinfer.errors import InputError
 from tests.bench.experiments import experiment
 
@@ -234,3 +235,33 @@ def test_the_simulator_takes_no_flag_that_it_does_not_read(flags: dict[str, Any]
 
 def test_files_are_recorded_by_the_last_part_of_their_path() -> None:
     assert sent(trace=AZURE).configuration()["trace"] == "azure_llm_2023_conv.csv"
+
+
+# --- clients that come back
+
+
+def test_a_policy_is_read_from_its_flags() -> None:
+    made = experiment(num_requests=4, retry="exponential", retry_budget=0.1, per_try_timeout=2.0)
+    assert made.load.retries == RetryPolicy("exponential", 0.1, 2.0)
+    assert made.configuration()["retry-budget"] == 0.1
+    assert not experiment(num_requests=4).load.retries.is_on
+
+
+@pytest.mark.parametrize("target", ["engine", "http://127.0.0.1:8000/v1"])
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"retry": "always"}, "--retry"),
+        ({"retry_budget": 0.1}, "--retry-budget"),
+        ({"per_try_timeout": 1.0}, "--per-try-timeout"),
+        ({"retry": "immediate", "retry_budget": 0.0}, "--retry-budget"),
+        ({"retry": "immediate", "retry_budget": 1.5}, "--retry-budget"),
+        ({"retry": "immediate", "retry_budget": float("nan")}, "--retry-budget"),
+        ({"retry": "immediate", "per_try_timeout": 0.0}, "--per-try-timeout"),
+        ({"retry": "immediate", "per_try_timeout": 3.0, "timeout": 3.0}, "--per-try-timeout"),
+    ],
+)
+def test_a_policy_that_cannot_work_is_refused(target: str, flags: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        experiment(target=target, num_requests=4, **flags)
+    assert caught.value.name == name

@@ -213,7 +213,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     made.measure(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("roseinfer.bench.pacing._BURST_SPREAD_S", 60.0)  # a loaded machine sends slowly
-        measurement.conclude(folder, made.source.table())
+        measurement.conclude(folder, made.source.table_blocks())
     return folder
 
 

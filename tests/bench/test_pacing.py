@@ -9,7 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from roseinfer.bench.pacing import check_burst_law, check_pacing, slots_freed_during_burst
+from roseinfer.bench.pacing import (
+    check_burst_law,
+    check_pacing,
+    check_reading,
+    slots_freed_during_burst,
+)
 from roseinfer.bench.records import derive
 from roseinfer.bench.validity import check_cell
 from tests.bench.rows import facts_of, measured
@@ -270,3 +275,32 @@ def test_users_of_a_closed_loop_that_start_together_are_no_burst() -> None:
     rows = measured(limit=3).assign(arrival="closed")
     assert check_burst_law(rows, 4) == []
     assert slots_freed_during_burst(rows) is None
+
+
+# --- reading
+
+
+def read(p99_read_lag_s: float | None, ttft_s: float = 0.02) -> list[str]:
+    rows = pd.DataFrame({"scheduled_s": [0.0] * 200, "received_first_s": [ttft_s] * 200})
+    return check_reading(rows, p99_read_lag_s)
+
+
+def test_a_client_that_reads_late_is_told_apart_from_a_slow_server() -> None:
+    (reason,) = read(0.005)
+    late, who = reason.split(": ")
+    assert late == "p99 of what came was read up to 5.0 ms late, more than 2.0 ms"
+    assert who == "the client was the bottleneck (--client-workers)"
+
+
+def test_a_read_may_be_as_late_as_a_send() -> None:
+    assert read(0.002) == []
+    assert read(0.005, ttft_s=0.1) == []
+    assert read(0.0051, ttft_s=0.1) != []
+
+
+def test_who_does_not_know_how_late_it_reads_is_not_judged() -> None:
+    assert read(None) == []
+
+
+def test_a_cell_that_received_nothing_is_judged_all_the_same() -> None:
+    assert read(0.005, ttft_s=np.nan) != []

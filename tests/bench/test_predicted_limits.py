@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roseinfer.bench.predicted_limits import Prediction
+from roseinfer.bench.predicted_limits import Prediction, peak_without_limit
 from roseinfer.bench.recommend import Evidence, Recommendation, best, parse_slo
 
 NO_SLO_KEPT = ("p99_ttft:250 is missed",)
@@ -13,7 +13,7 @@ NO_SLO_KEPT = ("p99_ttft:250 is missed",)
 def evidence(limit: int, served: int, *, qualifies: bool = True) -> Evidence:
     """Of 100 offered."""
     return Evidence(
-        limit=limit,
+        limit=f"inflight:{limit}",
         offered=100,
         served=served,
         repeats={},
@@ -70,3 +70,11 @@ def test_where_none_that_was_measured_keeps_the_goal_one_between_may() -> None:
     assert Prediction(nothing, neither).sentence() == (
         "Predicted, not measured: none of the limits between keeps the goal either."
     )
+
+
+def test_what_a_server_had_in_flight_is_what_its_client_had_outstanding() -> None:
+    limited = {"limit": 8, "peak_inflight": None, "peak_outstanding": 99}
+    server = {"limit": None, "peak_inflight": None, "peak_outstanding": 32}
+    engine = {"limit": None, "peak_inflight": 24, "peak_outstanding": 32}
+    assert [peak_without_limit([limited, cell]) for cell in (server, engine)] == [32, 24]
+    assert peak_without_limit([limited]) == 1

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from roseinfer.bench.prediction import compare_json, error_text, errors, table, verdict, verdict_lines
+from tests.bench.load_shapes import served
 from tests.bench.rows import measured
 
 
@@ -77,8 +78,7 @@ def test_refusals_are_means_of_a_repeat_and_their_difference_a_share_of_the_offe
 def test_cells_match_by_their_id_in_the_order_measured() -> None:
     found = errors(side({"limit": 64}, {}, {"limit": 16}), side({}, {"limit": 32}, {"limit": 64}))
     assert found["cell_id"].tolist() == ["limit=64,prompt=32", "limit=None,prompt=32"]
-    assert found["max_inflight"].tolist()[0] == 64
-    assert np.isnan(found["max_inflight"].tolist()[1])
+    assert found["admission"].tolist() == ["inflight:64", "none"]
 
 
 def test_the_verdict_is_the_median_over_cells_and_the_worst_cell() -> None:
@@ -94,11 +94,31 @@ def test_the_verdict_is_the_median_over_cells_and_the_worst_cell() -> None:
     assert (found.reject_difference, found.reject_cell) == (0, "no limit, prompt of 1 tokens")
 
 
+def test_of_an_even_number_of_cells_the_median_lies_between_the_middle_two() -> None:
+    cells: list[dict[str, Any]] = [{"prompt_len": n} for n in (1, 2)]
+    predicted = side(*[{**cell, "service_s": s} for cell, s in zip(cells, (0.0102, 0.0108), strict=True)])
+    found = verdict(errors(side(*cells), predicted))
+    assert found.median_error["p99_ttft_ms"] == pytest.approx(0.05, abs=0.005)
+
+
+@pytest.mark.parametrize("slow", ["measured", "predicted"])
+def test_both_sides_are_without_what_was_warm_up_where_it_was_measured(slow: str) -> None:
+    """40 of 200 requests take a second longer at the start: of the prediction that is no warm-up."""
+    steady = served([0.5 * n for n in range(200)], arrival="poisson", request_rate=2.0)
+    late = (steady["request_index"] < 40).astype(float)
+    slower = steady.assign(received_first_s=steady["received_first_s"] + late)
+    sides = {"measured": steady, "predicted": steady} | {slow: slower}
+    row = only(errors(sides["measured"], sides["predicted"]))
+    kept = 160 if slow == "measured" else 200
+    assert (row["measured_n_ttft"], row["predicted_n_ttft"]) == (kept, kept)
+    assert row["error_p99_ttft_ms"] == pytest.approx(0 if slow == "measured" else 100)
+
+
 def test_the_verdict_in_sentences() -> None:
     predicted = pd.concat([side({"limit": 64, "service_s": 0.0110}), side({"limit": 16}).iloc[:-10]])
     lines = verdict_lines(errors(side({"limit": 64}, {"limit": 16}), predicted))
     assert lines[0].startswith(
-        "Predicted over measured, median over 2 cells of the size of the error: p50 TTFT 0.0 %"
+        "Predicted over measured, median over 2 cells of the size of the error: p50 TTFT 4.8 %"
     )
     assert lines[1].startswith("The farthest off: +9.9 % in p99 queue wait")
     assert lines[1].endswith(" at limit 64.")

@@ -76,7 +76,7 @@ def simulation(cost_file: Path) -> Experiment:
 def create(path: Path, made: Experiment, **changes: Any) -> RunFolder:
     bench = simulated(made)
     environment = describe_environment() | changes
-    manifest = measurement.manifest(made, bench.model, bench.source.table(), [], "", environment)
+    manifest = measurement.manifest(made, bench.model, bench.source.table_blocks(), [], "", environment)
     return RunFolder.create(path, "sweep", "run", manifest)
 
 
@@ -212,7 +212,7 @@ def test_engines_are_measured_and_nothing_says_where(tmp_path: Path, cluster: Cl
     with machines(cluster, made, scripted) as crew:
         described, workload, notes = crew.draw()
         environment = dict(described.environment)
-        manifest = measurement.manifest(made, described.model, workload, notes, "", environment)
+        manifest = measurement.manifest(made, described.model, [workload], notes, "", environment)
         folder = RunFolder.create(tmp_path, "sweep", "run", manifest)
         measure(made, folder, crew.run_cells)
     requests = folder.read_requests()

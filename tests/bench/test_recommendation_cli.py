@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roseinfer.bench import session
-from roseinfer.bench.cli import main
+from roseinfer.bench import environment, session
 from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
-from tests.bench.asking import Answer, Ask
+from tests.bench.asking import Answer, Ask, ask_in
 
 COST_MODEL = str(Path(__file__).parents[2] / "experiments" / "gpt2_cpu.cost.json")
 SIM = ("--target", "sim", "--cost-model", COST_MODEL, "--quiet")
@@ -28,10 +27,14 @@ PROBE = (
 GOAL = ("--slo", "p95_ttft:250")
 
 
-@pytest.fixture(autouse=True)
-def little_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of torch is on this heap, and every cell collects it."""
-    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
+@pytest.fixture(autouse=True, scope="module")
+def quick_probes() -> Iterator[None]:
+    """All of torch is on this heap, and every cell collects it; every probe asks git and reads the sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        patch.setattr(environment, "_git", lambda checkout: None)
+        patch.setattr(environment, "_source_sha256", lambda: "0" * 64)
+        yield
 
 
 def capacity(ask: Ask, *words: str) -> Answer:
@@ -42,11 +45,7 @@ def capacity(ask: Ask, *words: str) -> Answer:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of a whole search: the same words read them."""
     folder = tmp_path_factory.mktemp("searched")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda generation=2: 0)
-        patch.setattr(sys, "argv", ["roseinfer-bench", "capacity", *SIM, *PROBE, "-o", str(folder), *GOAL])
-        with pytest.raises(SystemExit):
-            main()
+    ask_in(folder, "capacity", *SIM, *PROBE, "-o", str(folder), *GOAL)
     return folder
 
 
@@ -118,7 +117,10 @@ def test_an_slo_that_one_request_alone_misses_is_impossible(ask: Ask) -> None:
     assert "cannot be met at any rate: even of one request at a time" in answer.out
 
 
-def test_an_slo_that_always_holds_says_how_far_it_was_tried(ask: Ask) -> None:
+def test_an_slo_that_always_holds_says_how_far_it_was_tried(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roseinfer.bench.capacity.SPAN", 4.0)
     answer = capacity(ask, "--slo", "p95_ttft:600000")
     assert answer.code == 0
     assert "holds up to the largest rate that was tried" in answer.out
@@ -127,7 +129,11 @@ def test_an_slo_that_always_holds_says_how_far_it_was_tried(ask: Ask) -> None:
 
 def test_with_a_limit_refusals_bound_the_rate(ask: Ask) -> None:
     answered = found(
-        capacity(ask, "--slo", "p95_ttft:600000", "--max-inflight", "4", "--max-reject-rate", "0.1", "--json")
+        capacity(
+            ask,
+            *("--slo", "p95_ttft:600000", "--max-inflight", "4", "--max-reject-rate", "0.1", "--json"),
+            *("--tolerance", "1"),
+        )
     )
     probes = {probe["probe"]: probe for probe in answered["probes"]}
     ends = [probes[f"simulated rate {answered['request_rate'][end]:g}"] for end in ("holds", "fails")]
@@ -185,24 +191,24 @@ def test_bad_input_is_one_line(ask: Ask, words: str, complaint: str) -> None:
 
 
 def test_a_probe_too_small_for_its_percentile_once_warm_up_is_cut_names_the_flag(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch
+    again: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from roseinfer.bench import recommend
 
     monkeypatch.setattr(recommend, "steady_rows", lambda derived: derived.iloc[:10])
-    answer = capacity(ask, "--slo", "p95_ttft:250")
+    answer = again()
     assert answer.code == 2
     assert answer.complaint == (
         "--num-requests 20: too few: 10 completed requests count at simulated one user, a p95 takes 20"
     )
 
 
-def test_ctrl_c_tells_what_is_known_and_how_to_go_on(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_tells_what_is_known_and_how_to_go_on(again: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: Prober, rate: float) -> Probe:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Prober, "at_rate", interrupted)
-    answer = capacity(ask, *GOAL)
+    answer = again()
     assert answer.code == 130
     assert "simulated one user" in answer.out
     assert "What is known so far:" in answer.out
@@ -210,25 +216,25 @@ def test_ctrl_c_tells_what_is_known_and_how_to_go_on(ask: Ask, monkeypatch: pyte
 
 
 def test_a_probe_that_cannot_be_judged_tells_what_is_known_and_ends_with_2(
-    ask: Ask, monkeypatch: pytest.MonkeyPatch
+    again: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_few(self: Prober, rate: float) -> Probe:
         raise InputError("--num-requests", 20, "too few")
 
     monkeypatch.setattr(Prober, "at_rate", too_few)
-    answer = capacity(ask, "--slo", "p95_ttft:250")
+    answer = again()
     assert answer.code == 2
     assert "simulated one user" in answer.out
     assert "What is known so far:" in answer.out
     assert answer.complaint == "--num-requests 20: too few"
 
 
-def test_a_failure_tells_what_is_known_and_ends_with_1(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_tells_what_is_known_and_ends_with_1(again: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(self: Prober, rate: float) -> Probe:
         raise RunError("the server died")
 
     monkeypatch.setattr(Prober, "at_rate", failed)
-    answer = capacity(ask, "--slo", "p95_ttft:250")
+    answer = again()
     assert answer.code == 1
     assert "simulated one user" in answer.out
     assert answer.complaint == "the server died"
@@ -237,18 +243,19 @@ def test_a_failure_tells_what_is_known_and_ends_with_1(ask: Ask, monkeypatch: py
 # --- recommend
 
 
-SWEEP = "--burst-size 64 --max-inflight 0,8,16,48 --repeats 3 --run-id run -o out"
+SWEEP = "--burst-size 64 --max-inflight 0,8,16,48 --repeats 3 --run-id run -o out --slo p95_ttft:700"
 
 
-@pytest.fixture
-def swept(ask: Ask) -> Ask:
-    """With a sweep in out/sweep/run."""
-    assert ask("sweep", *SIM, *SWEEP.split()).code == 0
-    return ask
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a sweep."""
+    folder = tmp_path_factory.mktemp("swept")
+    assert ask_in(folder, "sweep", *SIM, *SWEEP.split()).code == 0
+    return str(folder / "out" / "sweep" / "run")
 
 
-def test_the_limit_the_evidence_the_price_and_how_sure(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700")
+def test_the_limit_the_evidence_the_price_and_how_sure(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700")
     assert answer.code == 0
     lines = answer.out.splitlines()
     columns = "limit p95 ttft ms interval n refused served in goal wasted work how"
@@ -263,16 +270,16 @@ def test_the_limit_the_evidence_the_price_and_how_sure(swept: Ask) -> None:
     assert lines[-1].endswith("they cover less than that, under 10 repeats far less")
 
 
-def test_recommend_as_json(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700", "--json")
+def test_recommend_as_json(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700", "--json")
     (only,) = found(answer)["recommendations"]
     assert only["max_inflight"] == 16
     assert only["runner_up"] == "8"
     assert [one["limit"] for one in only["evidence"]] == ["8", "16", "48", "no limit"]
 
 
-def test_limits_between_are_predicted_and_said_to_be(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:700", "--cost-model", COST_MODEL)
+def test_limits_between_are_predicted_and_said_to_be(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--slo", "p95_ttft:700", "--cost-model", COST_MODEL)
     assert answer.code == 0
     predicted = [line.split()[0] for line in answer.out.splitlines() if line.endswith("predicted")]
     assert predicted[:4] == ["10", "11", "13", "21"]
@@ -282,13 +289,20 @@ def test_limits_between_are_predicted_and_said_to_be(swept: Ask) -> None:
     )
 
 
-def test_the_slo_of_the_run_is_the_default(ask: Ask) -> None:
-    ask("sweep", *SIM, *SWEEP.split(), "--slo", "p95_ttft:700")
-    assert "recommended for p95_ttft:700: 16." in ask("recommend", "out/sweep/run").out
+def test_the_slo_of_the_run_is_the_default(ask: Ask, swept: str) -> None:
+    assert "recommended for p95_ttft:700: 16." in ask("recommend", swept).out
 
 
-def test_recommend_without_an_slo_is_refused(swept: Ask) -> None:
-    answer = swept("recommend", "out/sweep/run")
+def test_sizes_are_for_predicting_with_a_cost_model(ask: Ask, swept: str) -> None:
+    answer = ask("recommend", swept, "--max-batch-size", "8")
+    assert (answer.code, answer.complaint) == (2, "--max-batch-size 8: needs --cost-model, to predict with")
+    answer = ask("recommend", swept, "--max-batch-size", "8", "--cost-model", COST_MODEL)
+    assert answer.complaint == "--max-batch-size 8: run was measured on an engine, whose sizes it holds"
+
+
+def test_recommend_without_an_slo_is_refused(ask: Ask, swept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFolder, "manifest", {**RunFolder.open(Path(swept)).manifest, "slos": []})
+    answer = ask("recommend", swept)
     assert (answer.code, answer.complaint.partition(":")[0]) == (2, "--slo")
 
 
@@ -299,11 +313,13 @@ def test_an_empty_run_is_refused_in_one_line(ask: Ask, tmp_path: Path) -> None:
     assert answer.complaint == "RUN 'sweep/empty': holds no finished cell: nothing was measured"
 
 
-def test_an_invalid_run_is_refused_as_check_does(swept: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_run_is_refused_as_check_does(
+    ask: Ask, swept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from roseinfer.bench.sides import Side
 
     monkeypatch.setattr(Side, "invalid_reason", lambda self: "the client was late")
-    answer = swept("recommend", "out/sweep/run", "--slo", "p95_ttft:250")
+    answer = ask("recommend", swept, "--slo", "p95_ttft:250")
     assert answer.code == 4
     assert answer.complaint == "INVALID: run: the client was late"
 

@@ -32,7 +32,7 @@ BOTH_FORMS = pytest.mark.parametrize("form", [lambda lists: lists, as_arrow], id
 
 
 def test_every_factor_but_the_limit_has_a_name() -> None:
-    assert ["max_inflight", *FACTOR_NAMES] == list(FACTORS)
+    assert ["admission", *FACTOR_NAMES] == list(FACTORS)
 
 
 @BOTH_FORMS

@@ -6,18 +6,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
 
+from roseinfer.bench import plots
+from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.records import REQUEST_SCHEMA
-from roseinfer.bench.resimulate import EngineSizes, at_limits, predicted, resimulated
+from roseinfer.bench.resimulate import at_limits, predicted, resimulated
 from roseinfer.bench.sides import Side, differing_rows
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, Fitted, StepCost, SubmitCost
-from tests.bench.asking import Ask
+from tests.bench.asking import Ask, ask_in
 
 COST = CostModel("a tenth of a second a step", StepCost(0.1, 0.001, 0.0, 0.01, 0.0))
 SLOWER = CostModel("slower", StepCost(0.11, 0.0011, 0.0, 0.011, 0.0))
@@ -129,14 +131,14 @@ def test_of_a_server_the_sizes_are_asked_for(simulate: Callable[..., RunFolder])
     assert (steps["prefill_requests"] + steps["decode_requests"]).max() == 4
 
 
-def test_clients_that_retry_are_refused(simulate: Callable[..., RunFolder]) -> None:
-    def retrying(content: dict[str, Any]) -> None:
-        as_http(content)
-        content["configuration"]["retry"] = "exponential"
-
-    run = changed(simulate("--burst-size 8 --repeats 1"), retrying)
-    with pytest.raises(InputError, match="--retry exponential"):
-        predicted(run, COST, sizes=EngineSizes(4))
+def test_clients_come_back_as_they_did(simulate: Callable[..., RunFolder]) -> None:
+    run = simulate(
+        "--burst-size 8 --repeats 2 --max-inflight 2 --retry exponential --retry-budget 0.5 --per-try-timeout 2"
+    )
+    columns = ["request_index", "attempts", "sent_s", "last_sent_s", "outcome"]
+    expected, found = (rows[columns] for rows in (run.read_requests(), predicted(run, COST)))
+    assert (expected["attempts"] > 1).any()
+    pd.testing.assert_frame_equal(found, expected)
 
 
 def test_a_run_without_its_workload_is_refused(simulate: Callable[..., RunFolder]) -> None:
@@ -181,7 +183,12 @@ def test_text_is_tokenised_and_token_ids_are_not(simulate: Callable[..., RunFold
 # --- the commands -----------------------------------------------------------------------------------------
 
 
-def test_plot_draws_predicted_over_measured(simulate: Callable[..., RunFolder], ask: Ask) -> None:
+def test_plot_draws_predicted_over_measured(
+    simulate: Callable[..., RunFolder], ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("points", "nines", "gantt", "timeline"):  # of which other tests see more than enough
+        nothing = pd.DataFrame(columns=["combination"])
+        monkeypatch.setattr(plots, f"{other}_data", lambda *_, nothing=nothing: nothing)
     run = simulate("--burst-size 128 --max-inflight 64,0 --repeats 2")
     answer = ask("plot", str(run.path), "--cost-model", "slower.json", "--no-explain", "-o", "figures")
     assert answer.code == 0
@@ -190,6 +197,20 @@ def test_plot_draws_predicted_over_measured(simulate: Callable[..., RunFolder], 
     assert "Refusals: as many as measured, in every cell." in answer.err
     rows = pd.read_csv("figures/prediction.csv")
     assert rows.loc[rows["measure"] == "ttft", "error"].dropna().tolist() == pytest.approx([0.1] * 6)
+
+
+def test_plot_predicts_a_server_with_the_sizes_that_its_user_says(
+    simulate: Callable[..., RunFolder], ask: Ask
+) -> None:
+    run = changed(simulate("--burst-size 8 --repeats 1"), as_http)
+    words = ("plot", str(run.path), "-o", "figures", "--cost-model", "cost.json")
+    assert "--max-batch-size N does" in ask(*words).complaint
+    assert ask(*words[:-2], "--max-batch-size", "4").complaint == (
+        "--max-batch-size 4: needs --cost-model, to predict with"
+    )
+    assert ask(*words, "--max-batch-size", "4", "--max-num-batched-tokens", "4").complaint == (
+        "--max-num-batched-tokens 4: must exceed --max-batch-size (4)"
+    )
 
 
 def test_plot_refuses_a_cost_model_of_another_schema(
@@ -203,26 +224,33 @@ def test_plot_refuses_a_cost_model_of_another_schema(
     assert not (tmp_path / "figures").exists()
 
 
-@pytest.fixture
-def pair(simulate: Callable[..., RunFolder], tmp_path: Path) -> None:
-    """results/sweep/measured, as an engine left it, and results/sweep/simulated, which has other limits too."""
-    simulated = simulate("--burst-size 128 --max-inflight 64,32 --repeats 2", "simulated")
-    real = simulate("--burst-size 128 --max-inflight 64,0 --repeats 2", "real")
-    place = real.path.with_name("measured")
-    shutil.move(real.path, place)
+class Pair(NamedTuple):
+    """A run as an engine left it, and a simulated one, which has other limits too."""
+
+    measured: str
+    simulated: str
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    COST.write(folder / "cost.json")
+    for name, limits in {"simulated": "64,32", "real": "64,0"}.items():
+        words = (
+            f"sweep --target sim --cost-model cost.json --quiet --run-id {name} --burst-size 128 --repeats 2"
+        )
+        assert ask_in(folder, *words.split(), "--max-inflight", limits).code == 0
+    place = folder / "results" / "sweep" / "measured"
+    shutil.move(place.with_name("real"), place)
     changed(RunFolder.open(place), lambda content: content.update(target="engine", run_id="measured"))
-    assert simulated.path.exists()
+    return Pair(str(place), str(place.with_name("simulated")))
 
 
-MEASURED, SIMULATED = "results/sweep/measured", "results/sweep/simulated"
-
-
-@pytest.mark.usefixtures("pair")
-@pytest.mark.parametrize("sides", [(MEASURED, SIMULATED), (SIMULATED, MEASURED)])
+@pytest.mark.parametrize("order", [1, -1])
 def test_compare_says_how_far_a_simulated_run_is_from_a_measured_one(
-    ask: Ask, tmp_path: Path, sides: tuple[str, str]
+    ask: Ask, tmp_path: Path, pair: Pair, order: int
 ) -> None:
-    answer = ask("compare", *sides, "-o", "figures")
+    answer = ask("compare", *pair[::order], "-o", "figures")
     assert answer.code == 0
     assert answer.out.splitlines()[0].split() == ["max", "inflight", "64"]
     assert (
@@ -235,16 +263,14 @@ def test_compare_says_how_far_a_simulated_run_is_from_a_measured_one(
     }
 
 
-@pytest.mark.usefixtures("pair")
-def test_compare_of_a_prediction_as_json_and_markdown(ask: Ask) -> None:
-    found = json.loads(ask("compare", MEASURED, SIMULATED, "-o", "figures", "--json").out)
+def test_compare_of_a_prediction_as_json_and_markdown(ask: Ask, pair: Pair) -> None:
+    found = json.loads(ask("compare", *pair, "-o", "figures", "--json").out)
     assert (found["measured"], found["predicted"]) == ("measured", "simulated")
     assert found["verdict"]["median_error"]["p99_ttft_ms"] == 0
-    page = ask("compare", MEASURED, SIMULATED, "-o", "figures", "--markdown", "-").out
+    page = ask("compare", *pair, "-o", "figures", "--markdown", "-").out
     assert page.startswith("### measured as predicted by simulated\n")
 
 
-@pytest.mark.usefixtures("pair")
-def test_compare_of_a_prediction_refuses_a_bad_margin(ask: Ask) -> None:
-    answer = ask("compare", MEASURED, SIMULATED, "--margin", "0")
+def test_compare_of_a_prediction_refuses_a_bad_margin(ask: Ask, pair: Pair) -> None:
+    answer = ask("compare", *pair, "--margin", "0")
     assert (answer.code, "--margin 0.0" in answer.complaint) == (2, True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.experiment import Cell
 from roseinfer.bench.records import REQUEST_SCHEMA
 from roseinfer.bench.rows import Attempt, factor_columns, request_row
@@ -115,11 +116,16 @@ def test_a_request_that_was_never_sent_has_a_row() -> None:  # cases C11, D9
 @pytest.mark.parametrize(
     ("cell", "arrival", "is_one_text", "prompt_len"),
     [
-        (Cell(4, 8, 32, 4), "burst", False, 32),
-        (Cell(4, 8, None, 4), "burst", True, 7),  # --prompt: the length of its text
-        (Cell(4, None, None, 4), "trace", False, None),
-        (Cell(4, None, None, None), "poisson", False, None),  # a replayed workload
-        (Cell(4, None, None, 4), "poisson", False, None),  # another, that has one of the two lengths
+        (Cell(AdmissionSpec(4), 8, 32, 4), "burst", False, 32),
+        (Cell(AdmissionSpec(4), 8, None, 4), "burst", True, 7),  # --prompt: the length of its text
+        (Cell(AdmissionSpec(4), None, None, 4), "trace", False, None),
+        (Cell(AdmissionSpec(4), None, None, None), "poisson", False, None),  # a replayed workload
+        (
+            Cell(AdmissionSpec(4), None, None, 4),
+            "poisson",
+            False,
+            None,
+        ),  # another, that has one of the two lengths
     ],
 )
 def test_the_length_of_a_cell_is_what_was_asked_for(
@@ -134,5 +140,5 @@ def test_the_length_of_a_cell_is_what_was_asked_for(
 
 def test_the_rate_is_the_cells() -> None:
     load = Workload(np.zeros(1), [], np.array([7]), np.array([4]), 0, "poisson")
-    columns = factor_columns("in-process", "model", Cell(None, None, 32, 4, 2.5), load)
+    columns = factor_columns("in-process", "model", Cell(AdmissionSpec(), None, 32, 4, 2.5), load)
     assert (columns["request_rate"], columns["max_inflight"], columns["admission"]) == (2.5, None, "none")

@@ -20,6 +20,7 @@ from roseinfer.bench.store import RunFolder
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.errors import InputError, RunError
 from roseinfer.executor import StepPlan
+from roseinfer.sim.cost_model import CostModel, StepCost
 from tests.bench.asking import Answer, Ask
 from tests.bench.experiments import ScriptedDescription, ScriptedInferenceEngine
 
@@ -436,3 +437,37 @@ def test_a_killed_sweep_loses_the_running_cell_only_and_goes_on(
     assert lab.folder.is_done
     assert len(after) == 4 * 4
     pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)
+
+
+def test_a_cost_model_beside_an_engine_makes_no_simulation_of_it(lab: Lab) -> None:
+    CostModel("made up", StepCost(0.001, 0.0, 0.0, 0.0, 0.0)).write(Path("cost.json"))
+    flags = "--burst-size 4 --prompt-len 3 --run-id run -o out --quiet --cost-model cost.json".split()
+    answer = lab.ask("sweep", *flags, "--repeats", "1", "--admission", "none,slo:ttft=100s")
+    assert answer.code == 0
+    requests = lab.folder.read_requests()
+    assert set(requests["target"]) == {"in-process"}
+    assert requests.groupby("admission")["predicted_ttft_s"].count().to_dict() == {
+        "none": 0,
+        "slo:ttft=100s": 4,
+    }
+
+
+def test_a_cost_model_that_is_none_is_refused_before_a_model_loads(lab: Lab) -> None:
+    Path("cost.json").write_text("{}")
+    lab.load = lambda: pytest.fail("a model was loaded")
+    flags = "--burst-size 4 --prompt-len 3 -o out --cost-model cost.json --admission aimd".split()
+    answer = lab.ask("sweep", *flags)
+    assert answer.code == 2
+    assert answer.complaint.startswith("--cost-model 'cost.json'")
+
+
+def test_a_run_with_classes_has_a_table_of_them_and_the_reasons_of_refusals(lab: Lab) -> None:
+    flags = (
+        "--burst-size 12 --prompt-len 3 --repeats 1 --run-id run -o out --quiet --max-batch-size 1".split()
+    )
+    mix = ["--priority-mix", "high:0.4,low:0.6", "--goodput", "ttft:60000"]
+    answer = lab.ask("sweep", *flags, *mix, "--admission", "inflight:3+priority")
+    assert "By class, burst 12, prompt tokens 3, new tokens 4" in answer.out
+    assert "Good: served with ttft:60000 (ms)." in answer.out
+    assert set(lab.folder.read_requests()["priority"]) == {"high", "low"}
+    assert lab.folder.read_workload(["priority"]) is not None

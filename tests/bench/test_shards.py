@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from roseinfer.bench.measurement import CellRun
 from roseinfer.bench.shards import Lost, share_out
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
+from roseinfer.sim.noise import Noise
 from tests.bench.asking import Ask
 from tests.bench.experiments import experiment
 from tests.bench.mortal_target import COST, Fault, mortal, simulated
@@ -70,8 +72,10 @@ def undisturbed(path: Path, cost_file: Path) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, cost_file: Path) -> list[Path]:
-    """The same sweep in one, two and three processes, with arrivals and lengths that are drawn."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same sweep in one, two and three processes, with arrivals, lengths and noise that are drawn."""
+    noisy = tmp_path_factory.mktemp("cost") / "noisy.json"
+    replace(COST, noise=Noise((0.8, 1.0, 1.3), 0.05, (0.5,))).write(noisy)
     flags: dict[str, Any] = {
         **SWEEP,
         "burst_size": None,
@@ -82,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cost_file: Path) -> list[Path
         "repeats": 2,
         "seed": 5,
         "target": "sim",
-        "cost_model": cost_file,
+        "cost_model": noisy,
         "output_dir": tmp_path_factory.mktemp("results"),
     }
     return [rb.sweep(**flags, shards=n) for n in (1, 2, 3)]

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.text import Text
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.figure_style import Caption
 from roseinfer.bench.shift import draw_shift, shift_data
 from roseinfer.bench.stats import percentile
@@ -23,6 +24,7 @@ def run(ttft_s: list[list[float]], *, limit: int | None = None, rejected: bool =
                 "cell_id": str(limit),
                 "repeat": repeat,
                 "request_index": index,
+                "admission": str(AdmissionSpec(limit)),
                 "max_inflight": limit,
                 "burst_size": 8,
                 "outcome": "rejected" if rejected else "completed",

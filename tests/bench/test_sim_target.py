@@ -16,8 +16,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from roseinfer.bench import rows as rows_module
-from roseinfer.bench import sim_target
+from roseinfer.bench import row_groups, sim_target
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA, TTFT_PARTS, derive
 from roseinfer.bench.rows import Attempt, CellResult, request_row
 from roseinfer.bench.sim_rows import SENT_COLUMNS, sent_values
@@ -160,6 +159,7 @@ def attempt_of(sent: Sent) -> Attempt:
         return attempt
     attempt.timings, attempt.inflight = Timings.of(fate), fate.ticket.inflight_before
     attempt.cached_tokens = fate.cached_tokens
+    attempt.predicted_ttft_s = fate.ticket.predicted_ttft_s
     attempt.gave_up_s = sent.gave_up_s
     tokens = zip(sent.received_s, fate.token_times_s, strict=False)
     attempt.deliveries = [(at_s, [TokenEvent(0, TOKEN_ID, time_s)]) for at_s, time_s in tokens]
@@ -171,8 +171,23 @@ def attempt_of(sent: Sent) -> Attempt:
     return attempt
 
 
-def test_a_row_is_what_a_real_client_would_have_written() -> None:
-    """Refused, given up early and late, never fitting as ids and as text, and served: all of them."""
+@pytest.mark.parametrize(
+    ("limits", "kinds"),
+    [
+        (SimLimits(max_inflight_requests=8, max_batch_size=3, max_model_len=64), 7),
+        (
+            SimLimits(
+                admission="aimd+priority+queue-timeout:3s",
+                max_batch_size=3,
+                max_model_len=64,
+                cost_model=COST,
+            ),
+            5,
+        ),
+    ],
+)
+def test_a_row_is_what_a_real_client_would_have_written(limits: SimLimits, kinds: int) -> None:
+    """Refused, dropped, given up early and late, never fitting as ids and as text, and served: all of them."""
     costs = Scripted(
         one_second,
         between=lambda plan: 0.25,
@@ -181,8 +196,7 @@ def test_a_row_is_what_a_real_client_would_have_written() -> None:
         refuse_seconds=0.0625,
     )
     lengths = [4, 5, 99, 98, 4, 5, 4, 4, 6, 7] * 5
-    arrivals = [Arrival(0.3 * n, length, 3) for n, length in enumerate(lengths)]
-    limits = SimLimits(max_inflight_requests=8, max_batch_size=3, max_model_len=64)
+    arrivals = [Arrival(0.3 * n, length, 3, n % 2) for n, length in enumerate(lengths)]
     run = simulate(arrivals, limits, costs, ClientRules(timeout_s=4.0))
     outcomes = set()
     for sent in run.sent:
@@ -190,7 +204,8 @@ def test_a_row_is_what_a_real_client_would_have_written() -> None:
         expected = request_row(attempt_of(sent), 0.0)
         assert row == dict.fromkeys(SENT_COLUMNS) | expected | {"request_index": sent.index}
         outcomes.add((row["outcome"], row["output_tokens"], row["tokenized_s"] is None))
-    assert len(outcomes) > 7
+        outcomes.add((row["reject_reason"], row["predicted_ttft_s"] is None, True))
+    assert len(outcomes) > kinds
 
 
 def test_without_token_times_no_list_is_kept_and_all_else_is_the_same(cost_file: Path) -> None:
@@ -252,7 +267,8 @@ def test_row_groups_hold_the_same_rows_in_the_order_of_requests(
     source = WorkloadSource(made, None, vocab_size=0, max_model_len=1024)
     target, (cell,) = SimTarget(COST, made), made.cells
     whole = target.run(cell, source.draw(cell, 0))
-    monkeypatch.setattr(rows_module, "ROW_GROUP_ROWS", 16)
+    monkeypatch.setattr(row_groups, "ROW_GROUP_ROWS", 16)
+    monkeypatch.setattr(row_groups, "CHUNK_ROWS", 8)
     folder = RunFolder.create(tmp_path, "sweep", "run", {})
     with folder.cell(cell.cell_id, 0) as writer:
         facts, notes = target.record(cell, source.blocks(cell, 0), writer)

@@ -124,12 +124,26 @@ def background(
             "request_index": np.arange(order.size),
             "scheduled_s": scheduled_s[order],
             "queue_wait_s": queue_wait_s[order],
+            "retry_wait_s": 0.0,
+            "outcome": np.where(np.isnan(queue_wait_s[order]), "rejected", "completed"),
         }
     )
 
 
 def waits(*parts: tuple[int, float]) -> NDArray[np.float64]:
     return np.concatenate([np.full(n, wait_s) for n, wait_s in parts])
+
+
+def test_who_came_back_has_waited_between_its_tries() -> None:
+    rows = background(waits((200, 0.01)))
+    rows.loc[100:122, "retry_wait_s"] = 1.0  # 3 of the burst, 20 after it
+    assert recoveries_s(rows) == pytest.approx([2.05])
+
+
+def test_who_was_given_up_is_not_back() -> None:
+    rows = background(waits((200, 0.01)))
+    rows.loc[100:122, "outcome"] = "timeout"
+    assert recoveries_s(rows) == pytest.approx([2.05])
 
 
 def test_recovery_is_when_the_queue_wait_is_back() -> None:

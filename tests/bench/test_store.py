@@ -284,6 +284,35 @@ def test_a_cell_is_never_overwritten(tmp_path: Path) -> None:
     assert content(run) == before
 
 
+def test_a_cell_that_was_interrupted_is_there_but_not_finished(tmp_path: Path) -> None:
+    run = with_cells(tmp_path)
+    before = run.finished_cells()
+    run.write_cell("new", 0, requests(), steps(), {"interrupted_s": 1.5})
+    assert run.finished_cells() == before
+    assert run.interrupted_cells() == {("new", 0)}
+    assert "new" in set(run.read_requests()["cell_id"])
+
+
+def test_a_cell_that_was_interrupted_is_replaced_by_the_whole_one(tmp_path: Path) -> None:
+    prepared = with_cells(tmp_path)
+    before = prepared.finished_cells()
+    prepared.write_cell("new", 0, requests(), steps(), {"interrupted_s": 1.5})
+
+    def write(run: RunFolder) -> None:
+        run.write_cell("new", 0, requests(20.0), steps(), {"interrupted_s": None})
+
+    def check(found: RunFolder) -> None:
+        run = cleared(found.path)
+        assert hidden_files(run.path) == []
+        if run.finished_cells() == before:
+            write(run)
+        assert run.finished_cells() == before | {("new", 0)}
+        assert run.interrupted_cells() == set()
+
+    # as where there was none, the rename of what is replaced, and its removal
+    for_every_kill(prepared, write, check)
+
+
 def test_facts_come_back_as_json_has_them(tmp_path: Path) -> None:
     run = create(tmp_path)
     facts = {"peak": np.int64(16), "lag_s": np.nan, "pauses": [(0.5, np.float64(0.25), 2)], "ok": True}

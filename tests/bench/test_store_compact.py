@@ -35,7 +35,7 @@ def test_compacting_changes_nothing_of_what_is_read(tmp_path: Path) -> None:
 
 def test_a_compacted_run_is_its_files_alone(tmp_path: Path) -> None:
     run = with_cells(tmp_path)
-    run.compact(SUMMARY, pd.DataFrame({"arrival_s": [0.0, 1.0]}))
+    run.compact(SUMMARY, [pd.DataFrame({"arrival_s": [0.0, 1.0]})])
     assert sorted(path.name for path in run.path.iterdir()) == [
         "requests.parquet",
         "run.json",

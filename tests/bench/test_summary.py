@@ -62,10 +62,16 @@ def test_the_pooled_row_follows_its_repeats_when_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "label"), [(None, "no limit"), (np.nan, "no limit"), (64.0, "64"), (64, "64"), (0, "0")]
+    ("admission", "label"),
+    [
+        ("none", "no limit"),
+        ("inflight:64", "64"),
+        ("tokens:4096", "tokens 4096"),
+        ("inflight:64+tokens:4096", "inflight 64, tokens 4096"),
+    ],
 )
-def test_null_is_no_limit_and_nothing_else_is(limit: float | None, label: str) -> None:  # case A10
-    assert limit_label(limit) == label
+def test_no_limit_is_called_so_and_a_limit_by_what_it_bounds(admission: str, label: str) -> None:  # case A10
+    assert limit_label(admission) == label
 
 
 def test_no_limit_stays_null_in_the_summary() -> None:  # case A10

@@ -423,7 +423,9 @@ def test_a_slot_that_is_never_given_back_is_caught(monkeypatch: pytest.MonkeyPat
 
 def test_a_limit_that_lets_one_more_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     init = Admission.__init__
-    monkeypatch.setattr(Admission, "__init__", lambda self, limit: init(self, limit + 1))
+    monkeypatch.setattr(
+        Admission, "__init__", lambda self, limit, *more, **named: init(self, limit + 1, *more, **named)
+    )
     result, _ = run(8, limit=3)
     reasons = check_cell(result.requests, result.facts)
     assert "4 requests were in flight at once, the limit is 3" in reasons

@@ -32,7 +32,7 @@ observe = true
             metric="p99_ttft_ms",
             bound=1.1,
             is_ratio=True,
-            cells={"max_inflight": 64.0, "burst_size": 128.0},
+            cells={"admission": "inflight:64", "burst_size": 128.0},
         ),
         Rule(metric="output_throughput", bound=40.0, is_ratio=False, observe=True),
     ]
@@ -43,8 +43,17 @@ def test_no_limit_is_0_or_none(tmp_path: Path, value: str) -> None:  # case A10
     (rule,) = rules_of(
         tmp_path, f'[[rule]]\nmetric = "p99_ttft_ms"\nmax = 9\ncells = {{ max_inflight = {value} }}'
     )
-    assert rule.applies_to({"max_inflight": None})
-    assert not rule.applies_to({"max_inflight": 64.0})
+    assert rule.applies_to({"admission": "none"})
+    assert not rule.applies_to({"admission": "inflight:64"})
+
+
+def test_a_rule_may_be_about_a_token_budget(tmp_path: Path) -> None:
+    (rule,) = rules_of(
+        tmp_path,
+        '[[rule]]\nmetric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "tokens:4096+inflight:8" }',
+    )
+    assert rule.applies_to({"admission": "inflight:8+tokens:4096"})
+    assert not rule.applies_to({"admission": "inflight:8"})
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,12 @@ def test_no_limit_is_0_or_none(tmp_path: Path, value: str) -> None:  # case A10
         ('metric = "p99_ttft_ms"\nmax = 9\nobserve = 1', "observe 1: must be true or false"),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = { max_inflght = 4 }', "did you mean max_inflight"),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = { max_inflight = "many" }', 'number or "none"'),
+        ('metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "slots:4" }', "must look like"),
+        ('metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = 64 }', "must look like"),
+        (
+            'metric = "p99_ttft_ms"\nmax = 9\ncells = { admission = "none", max_inflight = 4 }',
+            "names a limit twice",
+        ),
         ('metric = "p99_ttft_ms"\nmax = 9\ncells = 4', "must be a table"),
     ],
 )

@@ -111,3 +111,23 @@ def test_a_cell_in_which_nothing_happened_can_be_drawn() -> None:
     (axes,) = draw_timeline(timeline_data(requests), CAPTION).axes
 
     assert axes.get_title(loc="left") == "no limit: at most 0 in flight, 0 waiting"
+
+
+def test_a_limit_that_moves_is_drawn_as_it_moved() -> None:
+    requests = served([0.0, 1.0, 2.0], arrival="constant", service_s=0.5)
+    steps = pd.DataFrame(
+        {
+            "cell_id": requests["cell_id"].iloc[0],
+            "repeat": 0,
+            "plan_start_s": [0.1, 0.2, 1.2, 1.7],
+            "inflight_limit": pd.array([5, 5, 7, 4], dtype="Int64"),
+        }
+    )
+    timeline = timeline_data(requests, steps)
+    at = dict(zip(timeline["time_s"], timeline["inflight_limit"], strict=True))
+    assert at[0.0] == 5
+    assert (at[1.2], at[1.7]) == (7, 4)
+    assert timeline["inflight_limit"].iloc[-1] == 4
+    (axes,) = draw_timeline(timeline, CAPTION).axes
+    assert set(np.asarray(line_of(axes, "limit").get_ydata())) == {5, 7, 4}
+    assert "the limit at 4–7" in axes.get_title(loc="left")

@@ -57,6 +57,21 @@ def test_facts_of_runs_before_the_clients_bound_was_known_can_be_read() -> None:
     assert CellFacts.from_json(fields) == facts
 
 
+def test_more_tokens_than_the_budget_are_a_fault() -> None:
+    burst = measured(limit=3)
+    facts = replace(facts_of(burst), token_limit=100, peak_held_tokens=100)
+    assert check_cell(burst, facts) == []
+    reason = the_reason(burst, replace(facts, peak_held_tokens=101))
+    assert reason == "101 tokens were in flight at once, the limit is 100"
+
+
+def test_the_burst_law_is_of_a_limit_of_requests_alone() -> None:
+    burst = measured(limit=3)  # a budget refused them, the limit would have let twice as many in
+    facts = replace(facts_of(burst), limit=6)
+    assert "2 refusals were due, 5 were counted" in the_reason(burst, facts)
+    assert check_cell(burst, replace(facts, token_limit=100, peak_held_tokens=90)) == []
+
+
 # --- loads of other shapes: each fault of the bookkeeping is found in all of them
 
 

@@ -303,14 +303,14 @@ def test_the_table_keeps_the_text_only_where_the_user_gave_it() -> None:
     ],
 )
 def test_the_hash_tells_workloads_apart(change: dict[str, Any]) -> None:
-    assert workload_sha256(source().table()) == workload_sha256(source().table())
-    assert workload_sha256(source().table()) != workload_sha256(source(**change).table())
+    assert workload_sha256([source().table()]) == workload_sha256([source().table()])
+    assert workload_sha256([source().table()]) != workload_sha256([source(**change).table()])
 
 
 def test_the_hash_does_not_depend_on_the_limits() -> None:  # case C5
     tables = [source(max_inflight=limits).table() for limits in ("0", "0,4", "4,16")]
     pd.testing.assert_frame_equal(tables[0], tables[1])
-    assert len({workload_sha256(table) for table in tables}) == 1
+    assert len({workload_sha256([table]) for table in tables}) == 1
 
 
 @pytest.mark.parametrize(
@@ -346,3 +346,20 @@ def test_blocks_are_what_is_drawn_in_pieces(flags: dict[str, Any], repeat: int) 
             np.testing.assert_array_equal(pieces, getattr(drawn, name))
     known = {(block.arrival, block.prompt_seed, block.repeat) for block in blocks}
     assert known == {(drawn.arrival, drawn.prompt_seed, repeat)}
+
+
+def test_the_table_in_parts_is_the_table_as_it_was_drawn() -> None:
+    made = source(
+        burst_size=None, request_rate="50", num_requests=70_000, prompt_len_dist="uniform:0.5", repeats=2
+    )
+    parts = [*made.table_blocks()]
+    assert [len(part) for part in parts] == [65_536, 4464] * 2
+    whole = made.table()
+    for repeat in (0, 1):
+        drawn = made.draw(made._experiment.cells[0], repeat)
+        rows = whole[whole["repeat"] == repeat]
+        assert rows["request_index"].tolist() == list(range(70_000))
+        assert drawn.scheduled_s is not None
+        assert np.array_equal(rows["scheduled_s"], drawn.scheduled_s)
+        assert np.array_equal(rows["prompt_tokens"], drawn.prompt_tokens)
+    assert workload_sha256(parts) == workload_sha256([whole])

@@ -56,7 +56,7 @@ class Server:
         plan = driver.plan()
         if plan is None and not self.pipeline:
             return False
-        for step, result in self.pipeline.turn(plan, 0.0, (0, 0, 0)):
+        for step, result in self.pipeline.turn(plan, 0.0, (0, 0, 0, None)):
             driver.took(driver.core.commit(step.plan, result, driver.now))
         return True
 

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from fastapi import FastAPI
 
+from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
 from roseinfer.server.app import create_app
 from roseinfer.server.process import DrainingServer, listen
@@ -87,6 +88,39 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "did not come about"
         time.sleep(0.005)
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        piece = connection.recv(1 << 16)
+        assert piece, f"closed before {mark!r}: {data[-200:]!r}"
+        data += piece
+    return data
+
+
+class PacedSteps:
+    """Steps that wait for a permit each until `run_free`."""
+
+    def __init__(self) -> None:
+        self.permits = threading.Semaphore(0)
+        self.free = False
+        self.entered = threading.Semaphore(0)
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.entered.release()
+        if not self.free:
+            self.permits.acquire()
+
+    def run_free(self) -> None:
+        self.free = True
+        self.permits.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.run_free()  # else nothing that waits for the engine would end
 
 
 class Served:

@@ -89,6 +89,27 @@ def test_without_a_limit_it_says_so(
     assert started[0]["address"][0] == "127.0.0.1"
 
 
+def test_a_token_budget_is_printed_and_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], started: list[dict[str, Any]]
+) -> None:  # case A8
+    assert run(monkeypatch, "--port", "0", "--admission", "inflight:16+tokens:4096") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "admission inflight:16+tokens:4096 in this process (each process counts its own)" in line
+    admission = manager_of(started[0]["app"]).admission
+    assert (admission.limit, admission.token_limit) == (16, 4096)
+
+
+def test_both_forms_of_a_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], started: list[dict[str, Any]]
+) -> None:
+    assert run(monkeypatch, "--admission", "tokens:4096", "--max-inflight", "16") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "roseinfer-serve: --admission 'tokens:4096': contradicts --max-inflight-requests 16"
+    )
+    assert started == []
+
+
 @pytest.mark.parametrize("way", ["flag", "environment"])
 def test_a_key_comes_as_a_flag_or_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, started: list[dict[str, Any]], way: str
@@ -112,6 +133,11 @@ def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     [
         ("--max-inflight-requests", "-1"),
         ("--max-inflight-requests", "many"),
+        ("--admission", "tokens:0"),
+        ("--admission", "64"),
+        ("--admission", "slo:ttft=1s"),
+        ("--scheduling", "edf"),
+        ("--cost-model", "results/reference/cost_models/gpt2-epyc2-float32.cost.json"),
         ("--max-batch-size", "0"),
         ("--max-num-batched-tokens", "3"),
         ("--tokenize-workers", "0"),

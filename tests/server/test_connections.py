@@ -8,16 +8,26 @@ import resource
 import selectors
 import socket
 import struct
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
-from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
+from roseinfer.server.connection import MOST_QUEUED, Connection
 from tests.scripted import ScriptedEngine, StepGate
-from tests.server.serving import Served, an_app, manager_of, request_bytes, served, stream_to, until
+from tests.server.serving import (
+    PacedSteps,
+    Served,
+    an_app,
+    manager_of,
+    read_until,
+    request_bytes,
+    served,
+    stream_to,
+    until,
+)
 
 STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": True}
 
@@ -26,15 +36,6 @@ def reset(connection: socket.socket) -> None:
     """Closes with a RST, as a killed client does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
-
-
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    data = b""
-    while mark not in data:
-        piece = connection.recv(1 << 16)
-        assert piece, f"closed before {mark!r}: {data[-200:]!r}"
-        data += piece
-    return data
 
 
 def answer(one: Served, **body: Any) -> bytes:
@@ -51,28 +52,14 @@ def holds_nothing(manager: SchedulerManager) -> bool:
     )
 
 
-class PacedSteps:
-    """Steps that wait for a permit each until `run_free`."""
-
-    def __init__(self) -> None:
-        self.permits = threading.Semaphore(0)
-        self.free = False
-        self.entered = threading.Semaphore(0)
-
-    def __call__(self, plan: StepPlan) -> None:
-        self.entered.release()
-        if not self.free:
-            self.permits.acquire()
-
-    def run_free(self) -> None:
-        self.free = True
-        self.permits.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.run_free()  # else nothing that waits for the engine would end
+def until_all_are_gone(one: Served) -> None:
+    """Also those that the kernel still holds: who comes after them is taken after them."""
+    with one.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
+        read_until(connection, b'{"status":"ok"}')
+    state = one.server.server_state
+    until(lambda: not state.connections and not state.tasks)
+    until(lambda: holds_nothing(one.manager))
 
 
 def has_ended(one: Served, how: str) -> bool:
@@ -88,9 +75,9 @@ def has_ended(one: Served, how: str) -> bool:
 
 def test_clients_that_reset_before_the_body_leave_nothing_behind() -> None:  # case A3
     with served(max_inflight_requests=8) as one:
-        for _ in range(200):
+        for _ in range(1000):
             reset(one.send(STREAM))
-        until(lambda: holds_nothing(one.manager))
+        until_all_are_gone(one)
         assert b'"text": "abcd"' in answer(one)
         assert one.manager.counts().peak_inflight <= 8
 
@@ -102,7 +89,7 @@ def test_clients_that_reset_at_any_byte_of_their_request_leave_nothing_behind() 
             connection = one.connect()
             connection.sendall(request_bytes(STREAM)[:n_bytes])
             reset(connection)
-        until(lambda: holds_nothing(one.manager))
+        until_all_are_gone(one)
         assert b'"text": "abcd"' in answer(one)
 
 
@@ -153,22 +140,39 @@ def test_generation_stops_within_two_steps_of_its_client(
         assert len(engine.plans) <= n_steps + 2
 
 
-def test_a_client_that_leaves_ends_its_request_though_it_has_sent_another_behind_it() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request_though_it_has_sent_another_behind_it(stream: bool) -> None:
+    """Of the whole answer nothing can be written meanwhile: it is noticed because the connection is still read."""
     steps = PacedSteps()
     with served(ScriptedEngine(steps), max_inflight_requests=1) as one, steps:
-        connection = one.connect()
-        connection.sendall(2 * request_bytes(STREAM))
-        steps.permits.release()
-        read_until(connection, b'"text": "a"')
+        request = request_bytes({**STREAM, "stream": stream})
+        connection = one.send({**STREAM, "stream": stream})
+        until(lambda: "queue_wait_seconds_count 1.0" in one.app.state.service.metrics.text().decode())
+        connection.sendall(request)
+        until(lambda: len(only_connection(one).pipeline) == 1)
         reset(connection)
-
-        def is_noticed() -> bool:
-            steps.permits.release()  # the connection is not read meanwhile: a token must be written
-            return has_ended(one, "client_gone")
-
-        until(is_noticed)
+        until(lambda: has_ended(one, "client_gone"))
         steps.run_free()
         until(lambda: holds_nothing(one.manager))
+
+
+def only_connection(one: Served) -> Connection:
+    (connection,) = one.server.server_state.connections
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def test_of_requests_sent_at_once_only_some_are_read_ahead() -> None:
+    steps = PacedSteps()
+    with served(ScriptedEngine(steps)) as one, steps, one.send(STREAM) as connection:
+        steps.entered.acquire()
+        protocol = only_connection(one)
+        for _ in range(MOST_QUEUED):
+            connection.sendall(request_bytes(STREAM))
+        until(lambda: len(protocol.pipeline) == MOST_QUEUED)
+        assert not protocol.flow.read_paused
+        connection.sendall(request_bytes(STREAM))
+        until(lambda: protocol.flow.read_paused)
 
 
 def test_a_client_that_leaves_a_whole_answer_ends_its_request() -> None:
@@ -268,22 +272,24 @@ def test_of_a_crowd_exactly_as_many_are_let_in_as_there_are_slots() -> None:  # 
         assert one.manager.counts().peak_inflight == 64
 
 
-def crowd(one: Served, gate: StepGate) -> dict[int, int]:
+def crowd(one: Served, gate: StepGate) -> Counter[int]:
     """256 connections that send at once; none of those let in ends before all the others were refused."""
     connections = [one.connect() for _ in range(256)]
     for connection in connections:
         connection.sendall(request_bytes({**STREAM, "max_tokens": 8}))
-    statuses: dict[int, int] = {}
+    statuses: Counter[int] = Counter()
     with selectors.DefaultSelector() as selector:
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ)
-        while sum(statuses.values()) < len(connections):
-            if statuses.get(429) == 192:
-                gate.opened.set()  # from here on the others get their heads
-            for key, _ in selector.select(timeout=60):
-                status = int(key.fileobj.recv(1 << 16)[9:12])  # type: ignore[union-attr]
-                statuses[status] = statuses.get(status, 0) + 1
+        while statuses.total() < len(connections):
+            if statuses[429] == 192:
+                gate.opened.set()  # from here on all others get their heads
+            ready = selector.select(timeout=20)
+            assert ready, f"no further answer after {statuses}"
+            for key, _ in ready:
+                statuses[int(key.fileobj.recv(1 << 16)[9:12])] += 1  # type: ignore[union-attr]
                 selector.unregister(key.fileobj)
+    gate.opened.set()
     for connection in connections:
         reset(connection)
     return statuses

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.scripted import ScriptedEngine, StepGate
-from tests.server.serving import an_app, ask, complete, manager_of
+from tests.server.serving import PacedSteps, an_app, ask, complete, manager_of, served, until
 
 
 def samples(app: FastAPI) -> dict[str, float]:
@@ -64,3 +64,37 @@ def test_two_apps_of_a_process_count_apart() -> None:
         complete(one)
         assert "roseinfer_requests_total/length" in samples(one)
         assert "roseinfer_requests_total/length" not in samples(other)
+
+
+def test_a_request_whose_client_leaves_counts_in_the_queue_if_it_was_scheduled() -> None:
+    """One runs and one waits when both leave; neither has had a token."""
+    steps = PacedSteps()
+    with served(ScriptedEngine(steps), max_batch_size=1) as one, steps:
+        running = one.send({"prompt": "x", "stream": True})
+        steps.entered.acquire()
+        waiting = one.send({"prompt": "x", "stream": True})
+        until(lambda: one.manager.inflight == 2)
+        for connection in (running, waiting):
+            connection.close()
+        until(lambda: samples(one.app).get("roseinfer_requests_total/client_gone") == 2)
+        found = samples(one.app)
+    assert found["roseinfer_queue_wait_seconds_count"] == 1
+    assert found["roseinfer_time_to_first_token_seconds_count"] == 0
+
+
+def test_what_the_end_of_the_server_cuts_short_is_no_refusal() -> None:
+    gate = StepGate()
+    with served(ScriptedEngine(gate), drain_timeout_s=0.01) as one:
+        connection = one.send({"prompt": "x", "max_tokens": 4000})
+        gate.entered.wait()
+        one.end()
+        try:
+            until(lambda: one.manager._inbox.qsize() == 2)  # to drain, and then to abort
+        finally:
+            gate.opened.set()
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 503")
+        connection.close()
+        one.thread.join()
+        found = samples(one.app)
+    assert found["roseinfer_refusals_total/draining"] == 0
+    assert found["roseinfer_requests_total/cut_short"] == 1

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
+from roseinfer.request import SamplingParams
 from roseinfer.server.bodies import BodyLimits
 from roseinfer.server.refusals import refusal_of
 from tests.scripted import ScriptedEngine, ScriptedTokenizer, StepGate
@@ -69,7 +70,40 @@ def test_a_refusal_names_limit_and_in_flight_separately() -> None:  # case A6
         body = error_of(complete(app))
     assert (body["limit"], body["inflight"]) == (3, 3)
     assert "17 in flight, limit 16" in refusal_of(error).message
-    assert dict(refusal_of(error).more) == {"limit": 16, "inflight": 17}
+    assert dict(refusal_of(error).more) == {"limit": 16, "measured": 17, "inflight": 17}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("send", [complete, chat])
+def test_over_the_token_budget_every_route_answers_429(send: Any, stream: bool) -> None:  # cases A7, A14, J6
+    gate = StepGate()
+    with an_app(ScriptedEngine(gate), admission="tokens:300") as app:
+        manager_of(app).submit([1] * 250, SamplingParams(25))
+        response = send(app, stream=stream, max_tokens=30)
+        gate.opened.set()
+    error = error_of(response)
+    assert response.status_code == 429
+    assert (error["code"], error["reason"], error["type"]) == ("tokens", "tokens", "overloaded_error")
+    assert (error["limit"], error["measured"], error["inflight"]) == (300, 275, 1)
+    assert error["requested"] > 30
+    assert response.headers["x-roseinfer-reason"] == "tokens"
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[1] * 20, "x" * 20])
+def test_what_exceeds_the_token_budget_by_itself_is_told_not_to_come_back(prompt: Any, stream: bool) -> None:
+    """As a 429, for it is a limit of the operator's, but without a time: no waiting mends it."""
+    with an_app(ScriptedEngine(), admission="tokens:30") as app:
+        response = complete(app, prompt=prompt, stream=stream, max_tokens=20)
+        assert manager_of(app).counts().held_tokens == 0
+    error = error_of(response)
+    assert response.status_code == 429
+    assert (error["code"], error["reason"]) == ("tokens-never-fits", "tokens-never-fits")
+    assert (error["limit"], error["requested"]) == (30, 40)
+    assert response.headers["x-should-retry"] == "false"
+    assert response.headers["x-roseinfer-reason"] == "tokens-never-fits"
+    assert "retry-after" not in response.headers
 
 
 def test_a_refusal_says_when_to_come_back_and_why() -> None:  # case J7
@@ -283,6 +317,45 @@ def test_a_malformed_body_is_a_400(content: bytes) -> None:
     assert error_of(response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        (b'{"prompt": [1, 2], "prompt": [3]}', "prompt"),
+        (b'{"prompt": "x", "n": 1, "n": 1}', "n"),
+        (b'{"prompt": "x", "pr\\u006fmpt": "y"}', "prompt"),
+        (b'{"prompt": "x", "stream": true, "stream_options": {"include_usage": true, "include_usage": false}}',
+         "include_usage"),
+    ],
+)  # fmt: skip
+def test_a_name_that_comes_twice_is_named(content: bytes, name: str) -> None:
+    with an_app() as app:
+        response = ask(
+            app, "POST", "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400
+        assert error_of(response)["param"] == name
+        assert manager_of(app).counts().reserved == 0
+
+
+def test_a_name_may_come_in_several_objects_and_in_texts() -> None:
+    messages = [{"role": "user", "content": '"role": "role": [1] "[2]'}, {"role": "user", "content": "[]"}]
+    with an_app() as app:
+        assert chat(app, messages=messages).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "name"), [("n=3", "n"), ("stream", "stream"), ("%6e=3&b=1", "n"), ("=1", "=1"), ("&", "&")]
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/metrics")])
+def test_what_is_asked_for_in_the_url_is_named(method: str, path: str, query: str, name: str) -> None:
+    with an_app() as app:
+        response = ask(app, method, f"{path}?{query}", json={"prompt": "x"})
+        assert response.status_code == 400
+        assert error_of(response)["param"] == name
+        assert error_of(response)["message"].startswith(f"{name}: ")
+
+
 def test_only_json_is_read() -> None:
     with an_app() as app:
         for content_type in ("text/plain", "application/x-www-form-urlencoded"):
@@ -399,14 +472,15 @@ def test_options_that_cannot_work_are_errors(options: dict[str, Any]) -> None:
 # ---- failures ----
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_before_the_first_token_is_a_500(stream: bool) -> None:  # case B16
+def test_an_engine_that_fails_before_the_first_token_is_a_500() -> None:  # case B16
+    """Of a stream the head has gone by then: tests of heads."""
+
     def compute(plan: StepPlan) -> None:
         raise RuntimeError(SECRET)
 
     with an_app(ScriptedEngine(compute), max_inflight_requests=1) as app:
         for _ in range(2):
-            response = complete(app, stream=stream)
+            response = complete(app)
             assert response.status_code == 500
             assert error_of(response)["type"] == "server_error"
             assert SECRET not in response.text

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from roseinfer.errors import SchedulerManagerOverloadedError
 from tests.scripted import ScriptedEngine, ScriptedTokenizer, StepGate
-from tests.server.serving import an_app, manager_of, request_bytes, until
+from tests.server.serving import an_app, manager_of, request_bytes, stream_to, until
 
 LIMIT = 16
 OFFERED = 40
@@ -97,3 +97,21 @@ def test_a_task_that_is_cancelled_anywhere_gives_its_slot_back(stream: bool) -> 
         with pytest.raises(SchedulerManagerOverloadedError):
             manager.submit([1])
         gate.opened.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_slot_is_held_to_the_last_byte_behind_a_stop_string(stream: bool) -> None:
+    """What the request computed on is free at once."""
+    found: list[tuple[int, int]] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            await asyncio.to_thread(until, lambda: manager.running == 0)
+            found.append((manager.inflight, manager._core.scheduler.kv_cache.used_tokens))
+
+    with an_app(max_inflight_requests=1) as app:
+        manager = manager_of(app)
+        body = {"prompt": "x", "max_tokens": 4000, "stop": "def", "stream": stream}
+        asyncio.run(stream_to(send, app, body))
+        assert found == [(1, 0)]
+        until(lambda: manager.inflight == 0)

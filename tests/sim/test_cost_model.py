@@ -75,7 +75,7 @@ def test_a_step_costs_what_its_row_in_the_record_says(tmp_path: Path) -> None:
 
 
 class AnyRequest:
-    prompt_len = 4
+    prompt_ids = range(4)
 
 
 def plan(n_spans: int = 3) -> StepPlan:
@@ -97,6 +97,23 @@ def test_noise_is_that_of_the_seed_step_by_step() -> None:
 
 def test_between_steps_costs_a_constant_and_so_much_a_request() -> None:
     assert MODEL.costs(0, as_text=False).between_seconds(plan(3)) == 0.25 + 3 * 0.5
+
+
+def test_between_steps_there_is_noise_of_its_own() -> None:
+    stalling = replace(MODEL, between_noise=Noise((1.0,), 0.5, (7.0,)))
+    costs, again = (stalling.costs(1, as_text=False) for _ in range(2))
+    between_s = [costs.between_seconds(plan(3)) for _ in range(20)]
+    assert set(between_s) == {1.75, 8.75}
+    # A step's noise is the same with it and without.
+    assert again.step_seconds(plan()) == MODEL.costs(1, as_text=False).step_seconds(plan())
+
+
+def test_in_the_mean_all_noise_is_in_the_coefficients() -> None:
+    stalling = replace(MODEL, between_noise=Noise((2.0,), 0.5, (7.0,)))
+    mean = stalling.in_the_mean()
+    assert mean.between_steps == BetweenStepsCost(2 * 0.25 + 3.5, 1.0)
+    assert (mean.noise, mean.between_noise) == (None, None)
+    assert mean.step.constant_s == pytest.approx(1.125 + 0.1 * 1.0)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +152,9 @@ def test_a_model_that_was_not_fitted_has_no_outside() -> None:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    MODEL.write(tmp_path / "cost.json")
-    assert CostModel.read(tmp_path / "cost.json") == MODEL
+    model = replace(MODEL, between_noise=Noise((1.0,), 0.5, (7.0,)))
+    model.write(tmp_path / "cost.json")
+    assert CostModel.read(tmp_path / "cost.json") == model
     assert [path.name for path in tmp_path.iterdir()] == ["cost.json"]
 
 
@@ -202,6 +220,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         ({"noise": NOISE | {"stall_probability": 1.5}}, "noise.stall_probability 1.5 must be a number"),
         ({"noise": NOISE | {"stalls_s": []}}, "noise.stall_probability 0.1 needs noise.stalls_s"),
         ({"noise": NOISE | {"stalls_s": [-1]}}, "noise.stalls_s[0] -1"),
+        (
+            {"between_noise": NOISE | {"stalls_s": []}},
+            "between_noise.stall_probability 0.1 needs between_noise.s",
+        ),
         ({"fitted": FITTED | {"runs": [1]}}, "fitted.runs[0] 1 must be a line of text"),
         ({"fitted": FITTED | {"steps": -1}}, "fitted.steps -1"),
         ({"fitted": FITTED | {"device": 7}}, "fitted.device 7"),

@@ -20,6 +20,7 @@ from roseinfer.executor import StepPlan
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import Request, SamplingParams
 from roseinfer.sim.client import ClientRules
+from roseinfer.sim.cost_model import CostModel, StepCost
 from roseinfer.sim.virtual import (
     DEADLINE,
     PUBLISHED,
@@ -36,14 +37,32 @@ from roseinfer.tokenizer_pool import TokenizerPool
 from tests.scripted import FakeClock, ScriptedEngine, spans_of
 from tests.sim.scripted_costs import Scripted, a_second_a_token, burst, one_second, served
 
+COST_MODEL = CostModel("a second a step", StepCost(1.0, 0.0, 0.0, 0.0, 0.0))
+
+POLICIES = (
+    *(
+        "tokens:60",
+        "tokens:200",
+        "inflight:4+tokens:100",
+        "queue-timeout:2s",
+        "inflight:6+queue-timeout:500ms",
+    ),
+    *("codel:target=500ms:interval=2s", "codel:target=500ms:interval=1s:newest-first", "inflight:4+priority"),
+    *("tokens:80+priority:age=2s", "inflight:3+tokens:100+priority:age=1s+queue-timeout:4s", "slo:ttft=3s"),
+    *("aimd:init=3:slowdown=1.5", "gradient:init=3:slowdown=1.5+tokens:200", "aimd:init=2+priority:age=2s"),
+)
+
 ARRIVE = -1
 """Before all kinds of events at the same time, as in the simulator."""
 
 
 class Account(NamedTuple):
-    """All that a scenario leaves: a row a request, the plans, who ended in which order, and admission's counters."""
+    """All that a scenario leaves: a row a request, who was dropped for what, the plans, who ended in which order, and
+    admission's counters.
+    """
 
     requests: list[object]
+    dropped: dict[int, object]
     step_spans: list[list[tuple[int, int, int]]]
     ended: list[int]
     counts: object
@@ -51,13 +70,14 @@ class Account(NamedTuple):
 
 def row_of(outcome: Request | RoseinferError) -> object:
     if isinstance(outcome, SchedulerManagerOverloadedError):
-        return outcome.limit, outcome.inflight, outcome.reason, outcome.retry_after_s
+        return tuple(vars(outcome).items())
     if isinstance(outcome, RoseinferError):
         return str(outcome)
     r = outcome
     return (
         *(r.reserved_s, r.tokenized_s, r.first_scheduled_s, r.first_token_s, r.last_token_s, r.finished_s),
         *(r.ticket.released_s, r.ticket.inflight_before, r.finish_reason, tuple(r.token_times_s)),
+        *(r.ticket.predicted_ttft_s, r.ticket.epoch, r.ticket.is_evicted),
     )
 
 
@@ -77,7 +97,8 @@ def simulated(
     run.sent = sorted(ended, key=lambda sent: sent.index)
     entered = [sent.index for sent in ended if isinstance(sent.fate, Request)]
     rows = [row_of(sent.fate) for sent in run.sent]
-    return run, Account(rows, steps, entered, run.admission.counts())
+    dropped = {sent.index: row_of(sent.error) for sent in ended if isinstance(sent.error, RoseinferError)}
+    return run, Account(rows, dropped, steps, entered, run.admission.counts())
 
 
 class ScriptedPool(TokenizerPool):
@@ -122,6 +143,9 @@ class Replay:
             max_batch_size=limits.max_batch_size,
             max_active_requests=limits.max_active_requests,
             max_inflight_requests=limits.max_inflight_requests,
+            admission=limits.admission,
+            scheduling=limits.scheduling,
+            cost_model=limits.cost_model,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_tokens=limits.kv_cache_tokens,
             prefix_cache=False,
@@ -132,6 +156,7 @@ class Replay:
         self.mailbox = self.manager.new_mailbox()
         self.outcomes: dict[int, RequestStream | RoseinferError] = {}
         self.ended: list[int] = []  # by request id
+        self.dropped: dict[int, object] = {}  # likewise
         self.heap = [(arrival.time_s, ARRIVE, index) for index, arrival in enumerate(arrivals)]
         heapq.heapify(self.heap)
         self.answers: dict[int, Callable[[], None]] = {}
@@ -153,7 +178,8 @@ class Replay:
         plans = [[(index_of[id_], start, n) for id_, start, n in plan] for plan in self.engine.plans]
         outcomes = [self.outcomes[index] for index in range(len(self.arrivals))]
         rows = [row_of(o._request if isinstance(o, RequestStream) else o) for o in outcomes]
-        return Account(rows, plans, [index_of[id_] for id_ in self.ended], self.manager.counts())
+        dropped = {index_of[id_]: row for id_, row in self.dropped.items()}
+        return Account(rows, dropped, plans, [index_of[id_] for id_ in self.ended], self.manager.counts())
 
     def compute(self, plan: StepPlan) -> None:
         """A step: what the inbox brought is read at once, and the world goes on while it lasts."""
@@ -184,7 +210,13 @@ class Replay:
         prompt = "x" * arrival.prompt_tokens if is_text else [1] * arrival.prompt_tokens
         params = SamplingParams(arrival.max_new_tokens, ignore_eos=True)
         try:
-            self.outcomes[index] = self.manager.submit(prompt, params, mailbox=self.mailbox)
+            self.outcomes[index] = self.manager.submit(
+                prompt,
+                params,
+                mailbox=self.mailbox,
+                priority=arrival.priority,
+                ttft_deadline_s=arrival.ttft_deadline_s,
+            )
         except RoseinferError as error:
             self.outcomes[index] = error
             return
@@ -201,6 +233,8 @@ class Replay:
         for event in self.mailbox.take(timeout_s=0.0):
             if event.finish_reason is not None:
                 self.ended.append(event.request_id)
+                if isinstance(event.error, RoseinferError):
+                    self.dropped[event.request_id] = row_of(event.error)
                 self.manager.acknowledge(event.request_id)
 
 
@@ -215,6 +249,7 @@ def assert_same(
     run, expected = simulated(arrivals, limits, costs, timeout_s)
     replayed = Replay(arrivals, limits, costs, timeout_s).run()
     assert replayed.requests == expected.requests
+    assert replayed.dropped == expected.dropped
     assert replayed.step_spans == expected.step_spans
     assert replayed.ended == expected.ended
     assert replayed.counts == expected.counts
@@ -224,6 +259,28 @@ def assert_same(
 def test_a_burst_at_a_limit_is_the_same_in_both_worlds() -> None:
     run = assert_same(burst(256, 259), SimLimits(max_inflight_requests=64), a_second_a_token)
     assert len(served(run)) == 64
+
+
+def test_a_token_budget_is_the_same_in_both_worlds() -> None:  # case A7
+    arrivals = [Arrival(0.3 * i, 1 + 7 * i % 40, 1 + i % 5) for i in range(80)]
+    limits = SimLimits(admission="inflight:5+tokens:120", max_batch_size=3)
+    run = assert_same(arrivals, limits, one_second)
+    reasons = [
+        sent.fate.reason for sent in run.sent if isinstance(sent.fate, SchedulerManagerOverloadedError)
+    ]
+    assert set(reasons) == {"inflight", "tokens"}
+    assert run.admission.counts().peak_held_tokens <= 120
+
+
+def test_what_never_fits_a_budget_is_the_same_in_both_worlds() -> None:
+    """As token ids it is refused at once, as text when it is tokenised, in its turn when nothing else is in flight."""
+    costs = Scripted(one_second, tokenize=lambda n: 0.5 if n > 30 and n % 2 else 0.0)
+    arrivals = [Arrival(20.0 * i, n, 2) for i, n in enumerate((38, 39, 40, 41, 5))]
+    run = assert_same(arrivals, SimLimits(admission="tokens:40"), costs)
+    stages = [sent.fate.stage for sent in run.sent if isinstance(sent.fate, SchedulerManagerOverloadedError)]
+    late = [sent.error for sent in run.sent if isinstance(sent.error, SchedulerManagerOverloadedError)]
+    assert (stages, [error.stage for error in late]) == (["submit"], ["queued", "queued"])
+    assert run.admission.counts().held_tokens == 0
 
 
 def test_arrivals_during_steps_are_the_same_in_both_worlds() -> None:
@@ -264,12 +321,73 @@ def test_deadlines_are_the_same_in_both_worlds() -> None:  # case A18
     assert any(r.token_times_s for r in served(run) if r.request_id in run.timed_out)
 
 
+def _that_go_together(limits: SimLimits) -> SimLimits:
+    admission = limits.admission or ""
+    if "slo" in admission or "newest-first" in admission:
+        limits = limits._replace(scheduling="fcfs")
+    return limits._replace(max_inflight_requests=None) if admission else limits
+
+
+def reasons(run: SimRun) -> set[str]:
+    """Why requests were refused or dropped."""
+    errors = [sent.fate if sent.error is None else sent.error for sent in run.sent]
+    return {error.reason for error in errors if isinstance(error, SchedulerManagerOverloadedError)}
+
+
+@pytest.mark.parametrize(
+    ("admission", "reason"),
+    [
+        ("queue-timeout:3s", "queue-timeout"),  # case A12
+        ("codel:target=500ms:interval=2s", "codel"),
+        ("codel:target=500ms:interval=2s:newest-first", "codel"),
+        ("inflight:6+priority:age=3s", "evicted"),  # case A27
+        ("tokens:60+priority", "evicted"),
+        ("slo:ttft=4s", "slo"),
+        ("aimd:init=4:slowdown=1.5", "aimd"),
+        ("gradient:init=4:slowdown=1.5", "gradient"),
+    ],
+)
+def test_a_policy_is_the_same_in_both_worlds(admission: str, reason: str) -> None:
+    arrivals = [Arrival(0.3 * i, 1 + 7 * i % 40, 1 + i % 3, priority=(2 * i) % 3) for i in range(80)]
+    limits = SimLimits(max_batch_size=3, admission=admission, cost_model=COST_MODEL)
+    assert reason in reasons(assert_same(arrivals, limits, one_second))
+
+
+@pytest.mark.parametrize("scheduling", ["spf", "edf"])
+def test_an_order_is_the_same_in_both_worlds(scheduling: str) -> None:
+    arrivals = [
+        Arrival(0.3 * i, 1 + 31 * i % 80, 2, ttft_deadline_s=(None, 2.0, 9.0)[i % 3]) for i in range(40)
+    ]
+    limits = SimLimits(max_batch_size=2, scheduling=scheduling)
+    run = assert_same(arrivals, limits, one_second)
+    started = sorted(
+        (r for r in served(run) if r.first_scheduled_s is not None), key=lambda r: r.first_scheduled_s or 0.0
+    )
+    assert [r.request_id for r in started] != sorted(r.request_id for r in started)
+
+
+def test_what_a_drop_lets_go_is_sent_at_the_same_moment() -> None:
+    """A client with a cap sends its next request when one of its requests was dropped."""
+    arrivals = [Arrival(0.0, 4, 9) for _ in range(6)]
+    limits = SimLimits(max_batch_size=1, admission="queue-timeout:2s")
+    run = simulate(arrivals, limits, one_second, ClientRules(max_concurrency=2))
+    assert [sent.sent_s for sent in run.sent] == [0.0, 0.0, 3.0, 6.0, 9.0, 9.0]
+    assert reasons(run) == {"queue-timeout"}
+
+
 # Halves of a second, so that events often fall on the same moment.
 halves = st.integers(0, 40).map(lambda n: n / 2)
 scenarios = st.lists(
-    st.builds(Arrival, time_s=halves, prompt_tokens=st.integers(1, 90), max_new_tokens=st.integers(1, 6)),
+    st.builds(
+        Arrival,
+        time_s=halves,
+        prompt_tokens=st.integers(1, 90),
+        max_new_tokens=st.integers(1, 6),
+        priority=st.integers(0, 2),
+        ttft_deadline_s=st.sampled_from([None, None, None, 1.5, 6.0]),
+    ),
     max_size=30,
-).map(sorted)
+).map(lambda arrivals: sorted(arrivals, key=lambda arrival: arrival.time_s))
 sizes = st.builds(
     SimLimits,
     max_inflight_requests=st.sampled_from([None, 1, 3, 8]),
@@ -279,7 +397,10 @@ sizes = st.builds(
     kv_cache_tokens=st.sampled_from([80, 160, 4096]),
     max_model_len=st.just(80),
     tokenize_workers=st.sampled_from([1, 2]),
-)
+    admission=st.sampled_from([None, None, *POLICIES]),
+    cost_model=st.just(COST_MODEL),
+    scheduling=st.sampled_from(["fcfs", "fcfs", "spf", "edf"]),
+).map(_that_go_together)
 all_costs = st.builds(
     Scripted,
     step=st.sampled_from([one_second, lambda plan: 0.5 * len(plan.spans), a_second_a_token]),

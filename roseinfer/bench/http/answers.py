@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any, Final
 
-from roseinfer.bench.http.exchange import Failure, HttpAttempt
+from roseinfer.bench.http.exchange import BUSY, Failure, HttpAttempt
 from roseinfer.bench.http.sse import Event, EventParser, SseError
 
 DONE: Final = "[DONE]"
@@ -23,7 +23,6 @@ MOST_TOKENS: Final = 1 << 40
 """A server that says more does not count."""
 
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal")
-_REFUSALS: Final = (429, 503)
 _WHOLE: Final = ("stop", "length", "tool_calls", "function_call", "content_filter", "eos_token")
 """Of finish_reason. After any other (abort, error) the server gave the answer up."""
 
@@ -165,10 +164,14 @@ class AnswerReader:
         return _count(usage.get("completion_tokens"))
 
     def _say_error(self, answer: dict[str, Any]) -> None:
-        message, code, _ = _error_of(answer)
-        if self._attempt.failure is None:
-            self._attempt.error_code = code
+        message, code, kind = _error_of(answer)
+        attempt = self._attempt
+        is_first = attempt.failure is None
+        if is_first:
+            attempt.error_code = code
         self._fail(Failure.STREAM_ERROR, message or "an error without a message")
+        if is_first and attempt.is_busy:
+            attempt.reject_reason = kind
 
     def _explain_status(self) -> None:
         attempt = self._attempt
@@ -179,7 +182,7 @@ class AnswerReader:
         attempt.failure = Failure.STATUS
         attempt.error = _short(f"Location: {where}" if where is not None else message) or None
         attempt.error_code = code
-        if attempt.status_code in _REFUSALS:
+        if attempt.status_code in BUSY:
             named = code if code is not None and not code.isdigit() else None
             attempt.reject_reason = _text(self._headers.get("x-roseinfer-reason")) or named or kind
         attempt.retry_after_s = retry_after_s(self._headers)

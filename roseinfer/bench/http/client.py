@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import heapq
-import resource
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -17,23 +16,30 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice
 from math import inf
-from random import Random
 from typing import Final, Self
 
+import numpy as np
+
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
-from roseinfer.bench.http.connection import Breakage, Connection, Pool, breakage_of
+from roseinfer.bench.http.connection import MOST_READY, Breakage, Connection, Pool, breakage_of, many_files
 from roseinfer.bench.http.exchange import (
+    ClientLoad,
     Endpoint,
     Failure,
     HttpAttempt,
     HttpPlayed,
     HttpRequest,
-    RetryPolicy,
 )
 from roseinfer.bench.http.incoming import Incoming
+from roseinfer.bench.http.loop_load import LoopLoad
+from roseinfer.bench.http.offers import Offer, Try
+from roseinfer.bench.http.retries import is_worth_a_retry
 from roseinfer.bench.http.wire import request_bytes, request_head
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
-from roseinfer.bench.rows import unsent_because
+from roseinfer.bench.retries import Retrier
+from roseinfer.bench.rows import INTERRUPTED, unsent_because
+from roseinfer.bench.stats import percentile
+from roseinfer.bench.termination import Interruption, held, interruptible
 
 MOST_SENDS: Final = 256
 """Sent in a row before something is read: a client that is late must not go deaf as well."""
@@ -51,37 +57,13 @@ _LOST_RACE: Final = (Failure.RESET, Failure.CLOSED)
 clock: Final = time.perf_counter
 
 
-class _Offer:
-    """A request that was sent and has not come to its end; between two tries it has no connection."""
-
-    __slots__ = ("body", "connection", "deadline_s", "is_over", "request")
-
-    def __init__(self, request: HttpRequest, body: bytes, deadline_s: float) -> None:
-        self.request = request
-        self.body = body
-        self.deadline_s = deadline_s
-        self.connection: Connection | None = None
-        self.is_over = False
-
-
-class _Try:
-    """One exchange on a connection."""
-
-    __slots__ = ("answer", "attempt", "offer")
-
-    def __init__(self, offer: _Offer, attempt: HttpAttempt, answer: Incoming) -> None:
-        self.offer = offer
-        self.attempt = attempt
-        self.answer = answer
-
-
 class HttpClient:
     """Plays one load against one server, in a `with` that no connection outlives.
 
     `scheduled_s` are the due times of an open loop, in seconds from time zero; None in a closed loop. Those at once,
     and the users who are there at once, find their connections open. A request keeps its permit (of `max_concurrency`)
     over all its tries, and `timeout_s` counts from its first. `duration_s` ends the sending of new requests; what was
-    sent is carried through, with its retries.
+    sent is carried through, with its retries. Request i of this `worker` is number i * `workers` + `worker` of all.
 
     Raises RunError where a request cannot be written at all.
     """
@@ -92,16 +74,18 @@ class HttpClient:
         load: Load,
         scheduled_s: list[float] | None,
         bodies: Sequence[bytes],
-        policy: RetryPolicy,
+        retrier: Retrier,
         *,
-        seed: int | str,
+        worker: int = 0,
+        workers: int = 1,
     ) -> None:
         self._endpoint = endpoint
         self._head = request_head(endpoint)
         self._load = load
         self._scheduled_s = scheduled_s
-        self._policy = policy
-        self._rng = Random(seed)
+        self._retrier = retrier
+        self._worker = worker
+        self._workers = workers
         is_endless = scheduled_s is None and load.ends_by_time_alone
         self._n_bodies = len(bodies)
         # What can be made before time zero is: the sender has no time to lose.
@@ -112,12 +96,16 @@ class HttpClient:
 
         self._requests: list[HttpRequest] = [HttpRequest(at_s) for at_s in scheduled_s or ()]
         self._n_sent = 0
-        self._tries: dict[Connection, _Try] = {}
-        self._retries: list[tuple[float, int, _Offer]] = []  # a heap; the number keeps equals in order
+        self._tries: dict[Connection, Try] = {}
+        self._retries: list[tuple[float, int, Offer]] = []  # a heap; the number keeps equals in order
         self._numbers = count()
-        self._deadlines: deque[_Offer] = (
+        self._deadlines: deque[Offer] = (
             deque()
         )  # in the order of first sending, which is that of the deadlines
+        self._per_try_timeout_s = load.retries.per_try_timeout_s
+        self._try_deadlines: deque[tuple[float, Try]] = (
+            deque()
+        )  # in the order of sending, which is theirs too
         self._free_s: list[float] | None = (
             None  # a heap: when each permit that nobody holds came free, or will
         )
@@ -136,7 +124,7 @@ class HttpClient:
     def __enter__(self) -> Self:
         """Finds the server and opens connections ahead."""
         with ExitStack() as stack:
-            stack.enter_context(_many_files())
+            stack.enter_context(many_files())
             self._pool = stack.enter_context(Pool(self._endpoint))
             self._pool.open_ahead(self._most_at_once())
             self._stack = stack.pop_all()
@@ -146,7 +134,10 @@ class HttpClient:
         self._stack.close()
 
     def play(self, t0: float | None = None) -> HttpPlayed:
-        """From time zero, a moment from now or `t0` (clock seconds), to the end of the last request."""
+        """From time zero, a moment from now or `t0` (clock seconds), to the end of the last request.
+
+        Or to a signal that interrupts it (see `termination.held`): then it is what there is until then.
+        """
         load = self._load
         self._t0 = clock() + LEAD_S if t0 is None else t0
         started_utc = datetime.now(UTC) + timedelta(seconds=self._t0 - clock())
@@ -155,10 +146,13 @@ class HttpClient:
             self._free_s = sorted(self._t0 + start_s for start_s in starts_s)
             if load.duration_s is not None:
                 self._until_s = self._t0 + load.duration_s
-        with _no_gc():
-            began_s, began_cpu_s = clock(), time.thread_time()
-            self._run()
-            busy_share = (time.thread_time() - began_cpu_s) / (clock() - began_s)
+        interrupted_s = None
+        with held(), _no_gc():
+            self._loop_load = LoopLoad(clock())
+            try:
+                self._run()
+            except Interruption:
+                interrupted_s = self._give_up_all()
             for answer in self._waiting:
                 answer.understand()
         return HttpPlayed(
@@ -168,10 +162,18 @@ class HttpClient:
             self._peak_outstanding,
             self._pool.opened,
             self._resent,
-            busy_share,
+            self._client_load(),
             self._refill_lags_s,
             self._ran_out_s,
+            interrupted_s,
         )
+
+    def _client_load(self) -> ClientLoad:
+        load = self._loop_load
+        lags_s = np.frombuffer(load.read_lags_s)
+        p99_s = percentile(lags_s, 99) if lags_s.size else None
+        share = load.busy_share
+        return ClientLoad(share, max(load.busy_share_max, share), load.longest_turn_s, p99_s)
 
     def _most_at_once(self) -> int:
         cap = inf if self._load.max_concurrency is None else self._load.max_concurrency
@@ -183,7 +185,7 @@ class HttpClient:
 
     def _run(self) -> None:
         while True:
-            if self._deadlines:
+            if self._deadlines or self._try_deadlines:
                 self._give_up_overdue()  # first: what is read after its deadline came too late
             if clock() >= self._wake_s:
                 self._send_due()
@@ -250,7 +252,8 @@ class HttpClient:
         request.inflight = self._outstanding
         self._outstanding += 1
         self._peak_outstanding = max(self._peak_outstanding, self._outstanding)
-        offer = _Offer(request, body, inf)
+        offer = Offer((self._n_sent - 1) * self._workers + self._worker, request, body, inf)
+        self._retrier.begin()
         sent_s = self._try(offer)
         if self._scheduled_s is None:
             request.scheduled_s = sent_s - self._t0
@@ -264,7 +267,7 @@ class HttpClient:
             request.unsent_because = unsent_because(self._load.max_concurrency)
         self._n_bodies = self._n_sent
 
-    def _try(self, offer: _Offer, *, on_a_new_connection: bool = False) -> float:
+    def _try(self, offer: Offer, *, on_a_new_connection: bool = False) -> float:
         """Returns when it was sent (clock seconds)."""
         sent_s = clock()
         attempt = HttpAttempt(sent_s=sent_s)
@@ -273,10 +276,13 @@ class HttpClient:
             self._deadlines.append(offer)
         offer.request.tries.append(attempt)
         answer = Incoming(attempt, may_wait=self._waiting_bytes < MOST_WAITING_BYTES)
-        self._begin(_Try(offer, attempt, answer), None if on_a_new_connection else self._pool.take())
+        exchange = Try(offer, attempt, answer)
+        if self._per_try_timeout_s is not None:
+            self._try_deadlines.append((sent_s + self._per_try_timeout_s, exchange))
+        self._begin(exchange, None if on_a_new_connection else self._pool.take())
         return sent_s
 
-    def _begin(self, exchange: _Try, connection: Connection | None) -> None:
+    def _begin(self, exchange: Try, connection: Connection | None) -> None:
         """On `connection`, or on one that is opened for it."""
         try:
             if connection is None:
@@ -302,32 +308,49 @@ class HttpClient:
 
     def _hear(self) -> None:
         """Waits for something to come, or for something to do, and sees to what came."""
+        until_s = self._waits_until_s()
+        began_s = clock()
+        with interruptible():
+            ready = self._pool.ready(until_s)
+        self._loop_load.waited(began_s, clock())
+        for connection, received_s, data in self._receive(ready):
+            self._see_to(connection, received_s, data)
+            if clock() >= self._wake_s and self._pool.has_idle:
+                self._send_due()
+
+    def _receive(self, ready: list[Connection]) -> list[tuple[Connection, float, bytes | Breakage | None]]:
+        """Reads all before any of it is understood: what waits unread has no time yet."""
         came: list[tuple[Connection, float, bytes | Breakage | None]] = []
-        for connection in self._pool.ready(self._patience_s()):
+        read_lags_s, since_s = self._loop_load.read_lags_s, self._loop_load.since_s
+        for connection in ready:
             data: bytes | Breakage | None = None
             if connection.is_open:
                 try:
                     data = connection.receive()
                 except OSError as error:
                     data = breakage_of(error)
-            came.append((connection, clock(), data))
-        for connection, received_s, data in came:
-            exchange = self._tries.get(connection)
-            if exchange is not None and isinstance(data, bytes) and data and not connection.wants_write:
-                self._read(exchange, data, received_s)
-            else:
-                self._take(connection, received_s, data)
-            if clock() >= self._wake_s and self._pool.has_idle:
-                self._send_due()
+            now = clock()
+            came.append((connection, now, data))
+            read_lags_s.append(now - since_s)
+        return came
 
-    def _patience_s(self) -> float | None:
+    def _see_to(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
+        exchange = self._tries.get(connection)
+        if exchange is not None and isinstance(data, bytes) and data and not connection.wants_write:
+            self._read(exchange, data, received_s)
+        else:
+            self._take(connection, received_s, data)
+
+    def _waits_until_s(self) -> float:
         if len(self._ready) < self._n_ahead and (made := [*islice(self._bodies, 1)]):
             self._ready += made
-            return 0.0
+            return -inf
         moment_s = self._wake_s
         if self._deadlines:
             moment_s = min(moment_s, self._deadlines[0].deadline_s)
-        return None if moment_s == inf else max(0.0, moment_s - clock())
+        if self._try_deadlines:
+            moment_s = min(moment_s, self._try_deadlines[0][0])
+        return moment_s
 
     def _take(self, connection: Connection, received_s: float, data: bytes | Breakage | None) -> None:
         if connection.is_closed:
@@ -356,11 +379,11 @@ class HttpClient:
             closed = Breakage(Failure.CLOSED, f"the server closed the connection {when}")
             self._break(connection, exchange, closed, received_s)
 
-    def _read(self, exchange: _Try, data: bytes, received_s: float) -> None:
+    def _read(self, exchange: Try, data: bytes, received_s: float) -> None:
         if exchange.answer.read(data, received_s):
             self._end(exchange, received_s)
 
-    def _break(self, connection: Connection, exchange: _Try, broken: Breakage, received_s: float) -> None:
+    def _break(self, connection: Connection, exchange: Try, broken: Breakage, received_s: float) -> None:
         if exchange.answer.close(received_s, is_clean=broken.failure is Failure.CLOSED):
             self._end(exchange, received_s)
         elif connection.exchanges > 1 and broken.failure in _LOST_RACE and connection.has_lost_race:
@@ -378,7 +401,7 @@ class HttpClient:
 
     # --- ends
 
-    def _fail(self, exchange: _Try, broken: Breakage, at_s: float) -> None:
+    def _fail(self, exchange: Try, broken: Breakage, at_s: float) -> None:
         """A status that had come stays what it was; so does a failure that the server had told of."""
         attempt = exchange.attempt
         if attempt.failure is None:
@@ -387,7 +410,7 @@ class HttpClient:
             exchange.answer.settle()
         self._end(exchange, at_s)
 
-    def _end(self, exchange: _Try, at_s: float) -> None:
+    def _end(self, exchange: Try, at_s: float) -> None:
         attempt, offer, connection = exchange.attempt, exchange.offer, exchange.offer.connection
         if connection is not None:
             offer.connection = None
@@ -402,14 +425,19 @@ class HttpClient:
             self._waiting.append(exchange.answer)
             self._waiting_bytes += exchange.answer.held_bytes
         if attempt.failure is not None:
-            delay_s = self._policy.delay_s(attempt, len(offer.request.tries), self._rng)
-            if delay_s is not None and at_s + delay_s < offer.deadline_s:
+            delay_s = None
+            if is_worth_a_retry(attempt):
+                n_tries, left_s = len(offer.request.tries), offer.deadline_s - at_s
+                delay_s = self._retrier.delay_s(
+                    offer.index, n_tries, retry_after_s=attempt.retry_after_s, left_s=left_s
+                )
+            if delay_s is not None:
                 heapq.heappush(self._retries, (at_s + delay_s, next(self._numbers), offer))
                 self._wake_s = min(self._wake_s, at_s + delay_s)
                 return
         self._finish(offer, at_s)
 
-    def _finish(self, offer: _Offer, at_s: float) -> None:
+    def _finish(self, offer: Offer, at_s: float) -> None:
         """No try of it follows: its permit comes free."""
         offer.is_over = True
         self._outstanding -= 1
@@ -423,10 +451,34 @@ class HttpClient:
         now, deadlines = clock(), self._deadlines
         while deadlines and (deadlines[0].is_over or deadlines[0].deadline_s < now):
             offer = deadlines.popleft()
-            if (connection := offer.connection) is not None:
-                overdue = f"no whole answer within --timeout {self._load.timeout_s:g}"
-                # Of one that lacks nothing but the end of its message only the connection is overdue.
-                self._break(connection, self._tries[connection], Breakage(Failure.TIMEOUT, overdue), now)
+            if offer.connection is not None:
+                self._give_up(self._tries[offer.connection], f"--timeout {self._load.timeout_s:g}", now)
+        tries = self._try_deadlines
+        while tries and (tries[0][1].attempt.ended_s is not None or tries[0][0] < now):
+            _, exchange = tries.popleft()
+            if exchange.attempt.ended_s is None:
+                self._give_up(exchange, f"--per-try-timeout {self._per_try_timeout_s:g}", now)
+
+    def _give_up(self, exchange: Try, bound: str, now: float) -> None:
+        """Of one that lacks nothing but the end of its message only the connection is overdue."""
+        assert exchange.offer.connection is not None
+        overdue = Breakage(Failure.TIMEOUT, f"no whole answer within {bound}")
+        self._break(exchange.offer.connection, exchange, overdue, now)
+
+    def _give_up_all(self) -> float:
+        """What is there by now, unread maybe, is all that there will be. Returns when that was (clock seconds)."""
+        for _ in range(0, len(self._pool.connections), MOST_READY):
+            for connection, received_s, data in self._receive(self._pool.ready(-inf)):
+                self._see_to(connection, received_s, data)
+        now = clock()
+        for connection, exchange in list(self._tries.items()):
+            self._break(connection, exchange, Breakage(Failure.INTERRUPTED, ""), now)
+        for _, _, offer in self._retries:
+            offer.request.gave_up_s = now
+        for request in self._requests[self._n_sent : self._n_bodies]:
+            request.gave_up_s = now
+            request.unsent_because = INTERRUPTED
+        return now
 
 
 @contextmanager
@@ -439,14 +491,3 @@ def _no_gc() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def _many_files() -> Iterator[None]:
-    """As many open files as this process may ask for: the usual 1,024 are fewer than there are connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

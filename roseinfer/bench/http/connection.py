@@ -5,22 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import select
 import socket
 import ssl
 import struct
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self
 
+from roseinfer.bench.http.alarm import Alarm
 from roseinfer.bench.http.exchange import Endpoint, Failure
-from roseinfer.errors import RunError
+from roseinfer.bench.termination import LONGEST_WAIT_S
 
 MOST_READY: Final = 128
 """Connections read in one go. More would let the first wait long until it is understood."""
-
-SELECT_FILES: Final = 1024
-"""A select takes file descriptors below this."""
 
 READ_BYTES: Final = 64 * 1024
 FIND_S: Final = 5.0
@@ -216,7 +217,7 @@ class Pool:
     """The open connections to one server. The one given back last is lent first, so that few are in use.
 
     In a `with` that no connection outlives. `opened` counts all that were opened, those too that failed. A host
-    that is not found is left to the requests to find. Raises RunError.
+    that is not found is left to the requests to find. Raises RunError where there can be no alarm.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -231,10 +232,9 @@ class Pool:
             self._route = find_route(endpoint)
         except (OSError, UnicodeError) as error:
             self._why_no_route = str(error)
+        self._alarm = Alarm()
         self._epoll = select.epoll()
-        if self._epoll.fileno() >= SELECT_FILES:
-            self._epoll.close()
-            raise RunError(f"this process has over {SELECT_FILES} open files")
+        self._epoll.register(self._alarm.fd, select.EPOLLIN)
 
     def __enter__(self) -> Self:
         return self
@@ -243,6 +243,7 @@ class Pool:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+        self._alarm.close()
         self._epoll.close()
 
     def open_ahead(self, n: int) -> None:
@@ -254,8 +255,8 @@ class Pool:
             except OSError:
                 break
         until_s = clock() + FIND_S
-        while opening and (left_s := until_s - clock()) > 0:
-            for connection in self.ready(left_s):
+        while opening and clock() < until_s:
+            for connection in self.ready(until_s):
                 try:
                     if connection.is_open and connection.receive() is not None:
                         raise ConnectionResetError  # closed already
@@ -318,10 +319,27 @@ class Pool:
             self._masks[connection.fd] = mask
             self._epoll.modify(connection.fd, mask)
 
-    def ready(self, wait_s: float | None) -> list[Connection]:
-        """Those that can be read or written, after `wait_s` at most; None waits for ever, 0 does not wait."""
-        if wait_s != 0:
-            # epoll counts milliseconds. A select of it counts microseconds, so that nobody need spin until a deadline.
-            select.select([self._epoll], [], [], wait_s)
-        connections = self.connections
-        return [connections[fd] for fd, _ in self._epoll.poll(0, MOST_READY)]
+    def ready(self, until_s: float) -> list[Connection]:
+        """Those that can be read or written, at `until_s` (clock seconds) at the latest, or after LONGEST_WAIT_S."""
+        left_s = until_s - clock()
+        if 0 < left_s < LONGEST_WAIT_S:
+            self._alarm.set(until_s)
+        found, connections = [], self.connections
+        for fd, _ in self._epoll.poll(LONGEST_WAIT_S if left_s > 0 else 0, MOST_READY):
+            connection = connections.get(fd)
+            if connection is not None:
+                found.append(connection)
+            else:
+                self._alarm.clear()
+        return found
+
+
+@contextmanager
+def many_files() -> Iterator[None]:
+    """As many open files as this process may ask for: the usual 1,024 are fewer than there are connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 
 class Endpoint(NamedTuple):
@@ -16,6 +15,10 @@ class Endpoint(NamedTuple):
     port: int
     path: str
     headers: tuple[tuple[str, str], ...] = ()
+
+
+BUSY: Final = (429, 503)
+"""Statuses of a server that has no room."""
 
 
 class Failure(StrEnum):
@@ -31,6 +34,7 @@ class Failure(StrEnum):
     CLIENT_LIMIT = "client limit"  # no ports or no file descriptors left here: never the server's doing
     TLS = "TLS"
     TIMEOUT = "timeout"  # the client's own deadline
+    INTERRUPTED = "interrupted"  # the user had enough of the whole run
     OTHER = "other"
 
 
@@ -61,13 +65,21 @@ class HttpAttempt:
     finish_reason: str | None = None
     timings: dict[str, Any] | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """The server was full: it said 429 or 503, also after its 200 if that was before any text."""
+        if self.failure is Failure.STREAM_ERROR:
+            return not self.deliveries and (self.error_code or "") in map(str, BUSY)
+        return self.failure is Failure.STATUS and self.status_code in BUSY
+
 
 @dataclass(slots=True)
 class HttpRequest:
     """One offered request and its tries. `permitted_s` is None where the client's own cap did not hold it back.
 
     `scheduled_s` is in seconds from time zero, the other moments are clock seconds. One without tries was never sent:
-    `gave_up_s` is when its client stopped, `unsent_because` why.
+    `gave_up_s` is when its client stopped, `unsent_because` why. Of one that was interrupted as it waited for its next
+    try, `gave_up_s` is when that was.
     """
 
     scheduled_s: float
@@ -78,20 +90,26 @@ class HttpRequest:
     unsent_because: str | None = None
 
 
-class RetryPolicy(Protocol):
-    """Says whether a try is followed by another."""
+class ClientLoad(NamedTuple):
+    """How busy a client was: the share of its time in which it did not wait, and that of its busiest 100 ms.
 
-    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
-        """Seconds from the end of `attempt`, the last of `n_tries`, to the next try; None gives the request up."""
-        ...
+    `longest_turn_s` is the longest that it did not look for what came. What it read may have lain there for
+    `p99_read_lag_s` before, by the 99th percentile over all reads: in the times that it received something at. None
+    where it read nothing. Of several processes each figure is the worst.
+    """
+
+    busy_share: float
+    busy_share_max_100ms: float
+    longest_turn_s: float
+    p99_read_lag_s: float | None
 
 
 class HttpPlayed(NamedTuple):
     """What a client saw, in the order of arrival. `t0` is time zero in clock seconds.
 
     `resent` counts the requests that went out on an idle connection as the server closed it, and again on a new one:
-    each of the two is a try. `busy_share` is the CPU seconds of the client's threads over the seconds that it ran:
-    near 1 it was the bottleneck. The rest is as in `bench.client.Played`.
+    each of the two is a try. `interrupted_s` (clock seconds) is when a user ended it all, None where nobody
+    did. The rest is as in `bench.client.Played`.
     """
 
     requests: list[HttpRequest]
@@ -100,6 +118,7 @@ class HttpPlayed(NamedTuple):
     peak_outstanding: int
     connections: int
     resent: int
-    busy_share: float
+    client_load: ClientLoad
     refill_lags_s: list[float]
     ran_out_s: float | None
+    interrupted_s: float | None = None

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Final
 
 from roseinfer.bench.http.answers import DONE, AnswerReader
+from roseinfer.bench.http.connection import READ_BYTES
 from roseinfer.bench.http.exchange import Failure, HttpAttempt
 from roseinfer.bench.http.wire import AnswerParser
 
 MOST_HELD_BYTES: Final = 1024 * 1024
 """Of one answer. One that is longer may have no end at all."""
 
+LONGEST_SIGN_BYTES: Final = len(b"event: error")
+"""Of what makes an answer to be understood at once; it may lie across two reads."""
+
 _EVENT_END: Final = b"\n\n\r\n"  # and that of a chunk
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+_MESSAGE_END: Final = b"\r\n\r\n"
 _DONE: Final = DONE.encode()
 _FINAL: Final = (Failure.BAD_ANSWER, Failure.STREAM_ERROR)
 """Nothing that follows can mend it, and a server need not end its answer after it."""
@@ -26,7 +31,7 @@ class Incoming:
     that an event was no JSON.
     """
 
-    __slots__ = ("_attempt", "_ended_s", "_parser", "_reader", "_reads",
+    __slots__ = ("_attempt", "_ended_s", "_parser", "_reader", "_reads", "_tail",
                  "has_bytes", "held_bytes", "is_reusable", "waits")  # fmt: skip
 
     def __init__(self, attempt: HttpAttempt, *, may_wait: bool) -> None:
@@ -34,6 +39,7 @@ class Incoming:
         self._parser = AnswerParser()
         self._reader: AnswerReader | None = None
         self._reads: list[tuple[bytes, float]] = []
+        self._tail = b""  # of a read that ended within an event
         self._ended_s: float | None = None  # of an answer that waits, and looks whole
         self.has_bytes = False
         self.held_bytes = 0
@@ -50,10 +56,20 @@ class Incoming:
             self.waits = _looks_like_most(data)
         self._reads.append((data, received_s))
         self.held_bytes += len(data)
-        if self.waits and b'"error"' not in data and b'"abort"' not in data and b"event: error" not in data:
+        window, self._tail = self._tail + data, b""
+        if (
+            self.waits
+            and b'"error"' not in window
+            and b'"abort"' not in window
+            and b"event: error" not in window
+        ):
             # It cannot have ended with whole events, and it has with a last chunk behind [DONE]: in the text of a
             # stream neither can stand, its line ends are escaped.
             if data.endswith(_EVENT_END) and self.held_bytes <= MOST_HELD_BYTES:
+                return False
+            # More is there than one read takes: who is behind must not begin to understand, and fall back further.
+            if len(data) == READ_BYTES and data[-4:] != _MESSAGE_END and self.held_bytes <= MOST_HELD_BYTES:
+                self._tail = data[-LONGEST_SIGN_BYTES:]
                 return False
             if data.endswith(_LAST_CHUNK) and self._has_just_said_done():
                 self._ended_s = received_s

@@ -8,8 +8,12 @@ from typing import Any, Final
 from roseinfer.bench.environment import public_text
 from roseinfer.bench.http.exchange import Failure, HttpAttempt, HttpRequest
 from roseinfer.bench.records import Outcome
+from roseinfer.bench.rows import INTERRUPTED
+from roseinfer.errors import QUEUE_TIMEOUT
 
-_BUSY: Final = (429, 503)
+_FROM_THE_QUEUE: Final = (QUEUE_TIMEOUT, "codel", "evicted")
+"""Reasons of those that were dropped while they waited, as roseinfer's server names them."""
+
 _NOT_ITS_LIMIT: Final = ("draining", "engine_dead")
 """Reasons of a 503 that have nothing to do with how much is in flight."""
 
@@ -32,16 +36,20 @@ def request_row(request: HttpRequest, t0: float) -> dict[str, Any]:
         }
     first, last = request.tries[0], request.tries[-1]
     permitted_s = _since(t0, request.permitted_s)
-    outcome = outcome_of(last)
-    is_rejected = outcome is Outcome.REJECTED
+    came = _what_came(last, t0)
+    if request.gave_up_s is not None:
+        came |= {"outcome": Outcome.INCOMPLETE, "error": INTERRUPTED, "reject_reason": None}
+        came["ended_s"] = _since(t0, request.gave_up_s)
+    is_refused = came["outcome"] is Outcome.REJECTED or came["reject_reason"] is not None
+    stage = "queued" if came["reject_reason"] in _FROM_THE_QUEUE else "submit"
     timings = last.timings or {}
     return {
         "scheduled_s": request.scheduled_s,
         "permitted_s": request.scheduled_s if permitted_s is None else permitted_s,
         "sent_s": _since(t0, first.sent_s),
         "last_sent_s": None if first is last else _since(t0, last.sent_s),
-        "rejected_s": _since(t0, _refused_s(last)) if is_rejected else None,
-        "reject_stage": "submit" if is_rejected else None,
+        "rejected_s": _since(t0, _refused_s(last)) if is_refused else None,
+        "reject_stage": stage if is_refused else None,
         "attempts": len(request.tries),
         "inflight_at_send": request.inflight,
         "prompt_tokens": last.prompt_tokens,
@@ -49,7 +57,7 @@ def request_row(request: HttpRequest, t0: float) -> dict[str, Any]:
         "finish_reason": last.finish_reason,
         "server_queue_s": _seconds(timings.get("queue_s")),
         "server_prefill_s": _seconds(timings.get("prefill_s")),
-        **_what_came(last, t0),
+        **came,
     }
 
 
@@ -70,17 +78,18 @@ def attempt_rows(request_index: int, request: HttpRequest, t0: float) -> Iterato
 def outcome_of(attempt: HttpAttempt) -> Outcome:
     """Refused are a 429, and a 503 for want of room: also one that a server thought of after its 200, before any text.
 
-    The client's deadline is a timeout; all else that is no whole answer is an error.
+    The client's deadline is a timeout, as is that of a server's queue; what a user cut short is incomplete; all else
+    that is no whole answer is an error.
     """
     if attempt.failure is None:
         return Outcome.COMPLETED
+    if attempt.failure is Failure.INTERRUPTED:
+        return Outcome.INCOMPLETE
     if attempt.failure is Failure.TIMEOUT:
         return Outcome.TIMEOUT
-    if attempt.failure is Failure.STREAM_ERROR and not attempt.deliveries:
-        code = attempt.error_code or ""
-        return Outcome.REJECTED if code in map(str, _BUSY) else Outcome.ERROR
-    is_busy = attempt.failure is Failure.STATUS and attempt.status_code in _BUSY
-    return Outcome.REJECTED if is_busy and attempt.reject_reason not in _NOT_ITS_LIMIT else Outcome.ERROR
+    if not attempt.is_busy or attempt.reject_reason in _NOT_ITS_LIMIT:
+        return Outcome.ERROR
+    return Outcome.TIMEOUT if attempt.reject_reason == QUEUE_TIMEOUT else Outcome.REJECTED
 
 
 def _what_came(attempt: HttpAttempt, t0: float) -> dict[str, Any]:
@@ -93,7 +102,7 @@ def _what_came(attempt: HttpAttempt, t0: float) -> dict[str, Any]:
         "received_first_s": times_s[0] if times_s else None,
         "received_last_s": times_s[-1] if times_s else None,
         "outcome": outcome,
-        "reject_reason": attempt.reject_reason if outcome is Outcome.REJECTED else None,
+        "reject_reason": attempt.reject_reason if attempt.is_busy and outcome is not Outcome.ERROR else None,
         "status_code": attempt.status_code,
         "error": None if outcome is Outcome.COMPLETED else _error_text(attempt),
         "output_tokens": attempt.output_tokens,
@@ -108,7 +117,7 @@ def _error_text(attempt: HttpAttempt) -> str:
         kind = f"status {attempt.status_code}"
     elif attempt.failure is Failure.STREAM_ERROR and attempt.error_code is not None:
         kind += f" {attempt.error_code}"
-    return kind if attempt.error is None else f"{kind}: {public_text(attempt.error)}"
+    return kind if not attempt.error else f"{kind}: {public_text(attempt.error)}"
 
 
 def _refused_s(attempt: HttpAttempt) -> float | None:

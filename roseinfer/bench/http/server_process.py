@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.environment import is_loopback, public_text, public_words
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import UnreachableError, ask
 from roseinfer.bench.http.parent import tied
-from roseinfer.bench.http_options import LIMIT_WORD
+from roseinfer.bench.http_options import ADMISSION_WORD, LIMIT_WORD
 from roseinfer.errors import InputError, RunError
 
 READY_S: Final = 900.0
@@ -33,34 +34,47 @@ STOP_S: Final = 20.0
 LAST_LINES: Final = 20
 MOST_OUTPUT_BYTES: Final = 64 * 1024
 _PORT: Final = "{port}"
+_LIMIT_WORDS: Final = (LIMIT_WORD, ADMISSION_WORD)
 _NEEDS_A_KEY: Final = (401, 403)
 _OPTIONAL: Final = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 
 
-def command_for(command: str, limit: int | None, port: int) -> tuple[str, ...]:
+def command_for(command: str, limit: AdmissionSpec, port: int) -> tuple[str, ...]:
     """The words that start the server with this limit: what is in [[ ]] is left out where there is none."""
-    text = _OPTIONAL.sub("" if limit is None else r"\1", command)
-    return tuple(word.replace(LIMIT_WORD, str(limit)).replace(_PORT, str(port)) for word in shlex.split(text))
+    text = _OPTIONAL.sub("" if limit == AdmissionSpec() else r"\1", command)
+    values = {LIMIT_WORD: str(limit.inflight), ADMISSION_WORD: str(limit), _PORT: str(port)}
+    words = shlex.split(text)
+    for name, value in values.items():
+        words = [word.replace(name, value) for word in words]
+    return tuple(words)
 
 
-def check_command(command: str, limits: Sequence[int | None]) -> None:
+def check_command(command: str, limits: Sequence[AdmissionSpec]) -> None:
     """Raises InputError where the command of --target-cmd cannot set one of these limits, or is none."""
     try:
-        words, _ = (command_for(command, limit, 0) for limit in (None, 1))
+        words, _ = (command_for(command, limit, 0) for limit in (AdmissionSpec(), AdmissionSpec(1)))
     except ValueError as error:
         raise InputError(
             "--target-cmd", public_words(command), f"cannot be split into words: {error}"
         ) from None
     if not words:
         raise InputError("--target-cmd", command, "names no program")
-    if any(limit is not None for limit in limits) and LIMIT_WORD not in command:
-        shown = ",".join(str(limit or 0) for limit in limits)
+    if any(limit.tokens is not None for limit in limits):
+        if ADMISSION_WORD not in command or LIMIT_WORD in command:
+            why = f"needs {ADMISSION_WORD} in --target-cmd, and no {LIMIT_WORD}, or the server never hears of it"
+            raise InputError("--admission", ",".join(map(str, limits)), why)
+    elif any(limit != AdmissionSpec() for limit in limits) and not any(
+        word in command for word in _LIMIT_WORDS
+    ):
+        shown = ",".join(str(limit.inflight or 0) for limit in limits)
         raise InputError(
             "--max-inflight", shown, f"needs {LIMIT_WORD} in --target-cmd, or the server never hears of it"
         )
-    if None in limits and LIMIT_WORD in _OPTIONAL.sub("", command):
-        why = f"sets a limit where --max-inflight 0 asks for none: put [[ ]] around the flag of {LIMIT_WORD}"
-        raise InputError("--target-cmd", public_words(command), why)
+    always = _OPTIONAL.sub("", command)
+    for word in _LIMIT_WORDS:
+        if AdmissionSpec() in limits and word in always:
+            why = f"sets a limit where --max-inflight 0 asks for none: put [[ ]] around the flag of {word}"
+            raise InputError("--target-cmd", public_words(command), why)
 
 
 def check_place(address: Address) -> None:

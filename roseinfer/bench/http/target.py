@@ -16,7 +16,6 @@ from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import find_model
 from roseinfer.bench.http.exchange import Failure, HttpPlayed
-from roseinfer.bench.http.retries import Retries
 from roseinfer.bench.http.rows import attempt_rows, request_row
 from roseinfer.bench.http.scrape import Scrape
 from roseinfer.bench.http.server_process import ServerProcess, command_for
@@ -25,9 +24,11 @@ from roseinfer.bench.http_options import BUILTIN_TOKENIZER
 from roseinfer.bench.load import Load
 from roseinfer.bench.prompts import OnDemand
 from roseinfer.bench.records import HTTP
-from roseinfer.bench.rows import CellResult, factor_columns
+from roseinfer.bench.retries import Retrier
+from roseinfer.bench.rows import CellInterrupted, CellResult, factor_columns
 from roseinfer.bench.stats import spread_of
 from roseinfer.bench.target_flags import api_key
+from roseinfer.bench.termination import interruptible
 from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.words import WordCounter
 from roseinfer.bench.workload import Workload
@@ -56,7 +57,6 @@ class HttpTarget:
         self._address = Address.parse(self._options.target)
         self._api_key = api_key(self._options)
         self._endpoint = self._address.endpoint(self._options.api, self._api_key)
-        self._policy = Retries(self._options.retry)
         self._model = self._options.model
         self._server: ServerProcess | None = None
         self._is_warm = False
@@ -93,26 +93,42 @@ class HttpTarget:
     def run(self, cell: Cell, workload: Workload) -> CellResult:
         """One cell and repeat, from the first arrival to the end of the last answer.
 
-        Raises RunError where a server that was started for it dies, or the run is impossible.
+        Raises RunError where a server that was started for it dies, or the run is impossible, CellInterrupted where a
+        user stops it once something was sent.
         """
-        self._serve(cell)
-        self._warm()
-        load, options = self._experiment.load, self._options
+        with interruptible():
+            self._serve(cell)
+            self._warm()
         with Scrape(self._address, self._api_key) as scrape:
-            played = self._play(load, workload)
+            played = self._play(self._experiment.load, workload)
+        if played.interrupted_s is not None:
+            if not any(request.tries for request in played.requests):
+                raise KeyboardInterrupt
+            raise CellInterrupted(self._result(cell, workload, played, scrape))
         if self._server is not None:
             self._server.check_alive(DYING_S if _lost_connections(played) else 0.0)
+        return self._result(cell, workload, played, scrape)
+
+    def _result(self, cell: Cell, workload: Workload, played: HttpPlayed, scrape: Scrape) -> CellResult:
+        load, options = self._experiment.load, self._options
         is_one_text = options.prompt is not None and options.tokenizer is not None
         factors = factor_columns(
             self.name, public_text(self._named()), cell, workload, is_one_text=is_one_text
         )
         requests, t0 = played.requests, played.t0
-        open_ended = workload.scheduled_s is None and load.duration_s is not None
+        # How many a closed loop offers until its time ends, or its user's patience, is known to nobody else.
+        has_end = load.duration_s is None and played.interrupted_s is None
+        open_ended = workload.scheduled_s is None and not has_end
         tries = (row for index, request in enumerate(requests) for row in attempt_rows(index, request, t0))
         return CellResult(
             requests=pd.DataFrame(
                 [
-                    {**factors, "request_index": index, **request_row(request, t0)}
+                    {
+                        **factors,
+                        "request_index": index,
+                        "priority": workload.class_of(index),
+                        **request_row(request, t0),
+                    }
                     for index, request in enumerate(requests)
                 ]
             ),
@@ -120,6 +136,7 @@ class HttpTarget:
             facts=CellFacts(
                 offered=len(requests) if open_ended else len(workload.prompt_tokens),
                 limit=cell.max_inflight,
+                token_limit=cell.admission.tokens,
                 peak_inflight=None,
                 inflight_integral_s=None,
                 inflight_at_start=None,
@@ -129,10 +146,14 @@ class HttpTarget:
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
                 may_be_cached=self._experiment.prompts_may_be_alike,
+                client_busy_share_max_100ms=played.client_load.busy_share_max_100ms,
+                client_longest_turn_s=played.client_load.longest_turn_s,
+                client_p99_read_lag_s=played.client_load.p99_read_lag_s,
+                interrupted_s=None if played.interrupted_s is None else played.interrupted_s - t0,
             ),
             notes={
                 "client": {
-                    "busy_share": played.busy_share,
+                    **played.client_load._asdict(),
                     "connections": played.connections,
                     "resent": played.resent,
                     "workers": options.client_workers,
@@ -140,14 +161,14 @@ class HttpTarget:
                 "refill_lag_s": spread_of(played.refill_lags_s),
                 "server_metrics": scrape.notes(),
             },
-            attempts=pd.DataFrame(list(tries)) if self._policy.is_on else None,
+            attempts=pd.DataFrame(list(tries)) if load.retries.is_on else None,
         )
 
     def _serve(self, cell: Cell) -> None:
         """Sees to it that the server of this cell runs, where it is ours to start."""
         if self._options.target_cmd is None:
             return
-        command = command_for(self._options.target_cmd, cell.max_inflight, self._address.port)
+        command = command_for(self._options.target_cmd, cell.admission, self._address.port)
         if self._server is None or self._server.command != command:
             self._stop()
             self._server = ServerProcess(command, self._address, self._api_key)
@@ -160,8 +181,10 @@ class HttpTarget:
 
     def _warm(self) -> None:
         if not self._is_warm:
+            load = Load(arrival="burst", timeout_s=self._experiment.load.timeout_s)
             for workload in self._warm_ups():
-                self._play(Load(arrival="burst", timeout_s=self._experiment.load.timeout_s), workload)
+                if self._play(load, workload).interrupted_s is not None:
+                    raise KeyboardInterrupt
         self._is_warm = True
 
     def _play(self, load: Load, workload: Workload) -> HttpPlayed:
@@ -172,8 +195,7 @@ class HttpTarget:
                 load,
                 scheduled_s,
                 self._bodies(workload),
-                self._policy,
-                seed=workload.prompt_seed,
+                Retrier(load.retries, workload.prompt_seed),
                 client_workers=self._options.client_workers,
             )
 
@@ -186,12 +208,17 @@ class HttpTarget:
         }
         if not self._options.stop_at_eos:
             fixed["ignore_eos"] = True
-        is_chat = self._options.api == "chat"
+        is_chat, classes = self._options.api == "chat", workload.classes
 
         def make(index: int) -> bytes:
             prompt = workload.prompts[index]
-            asked = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-            return json.dumps({**fixed, **asked, "max_tokens": int(workload.output_tokens[index])}).encode()
+            asked: dict[str, Any] = (
+                {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+            )
+            asked["max_tokens"] = int(workload.output_tokens[index])
+            if classes is not None:
+                asked["priority"] = int(classes.places[index])
+            return json.dumps({**fixed, **asked}).encode()
 
         return OnDemand(make, len(workload.output_tokens))
 

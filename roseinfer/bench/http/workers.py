@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import heapq
 import multiprocessing
+import os
 import pickle
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from typing import Final
@@ -17,10 +19,15 @@ from typing import Final
 from roseinfer.bench.client import LEAD_S
 from roseinfer.bench.http.answers import count_single_tokens
 from roseinfer.bench.http.client import HttpClient, clock
-from roseinfer.bench.http.exchange import Endpoint, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.http.exchange import ClientLoad, Endpoint, HttpPlayed, HttpRequest
 from roseinfer.bench.http.parent import tie_to
 from roseinfer.bench.load import Load
+from roseinfer.bench.retries import Retrier
+from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, interruptible, without_ctrl_c
 from roseinfer.errors import InputError, RunError
+
+_STOP: Final = signal.SIGUSR1
+"""What interrupts a worker: a terminal sends SIGINT to all of us, and a second one must not come so."""
 
 END_S: Final = 5.0
 """Patience with a worker that was asked to end."""
@@ -31,23 +38,26 @@ def play(
     load: Load,
     scheduled_s: list[float] | None,
     bodies: Sequence[bytes],
-    policy: RetryPolicy,
+    retrier: Retrier,
     *,
-    seed: int,
     client_workers: int = 1,
 ) -> HttpPlayed:
     """Sends `bodies` as `scheduled_s` (seconds from time zero; None: a closed loop) and `load` have it.
 
-    Whatever servers do is in what it returns. Raises RunError where a run is impossible, and InputError where
+    Each of `client_workers` is a client of its own, with its own budget of retries. Whatever servers do is in what it
+    returns. Raises RunError where a run is impossible, and InputError where
     workers are to share what cannot be shared: a closed loop, or a cap on what is outstanding.
     """
     if client_workers > 1:
         if scheduled_s is None or load.max_concurrency is not None:
             why = "cannot share --max-concurrency: its permits are one queue"
             raise InputError("--client-workers", client_workers, why)
-        played = _play_shares(endpoint, load, scheduled_s, bodies, policy, seed, client_workers)
+        played = _play_shares(endpoint, load, scheduled_s, bodies, retrier, client_workers)
     else:
-        with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
+        with held(), ExitStack() as stack:
+            with interruptible():
+                client = HttpClient(endpoint, load, scheduled_s, bodies, retrier)
+                stack.enter_context(client)
             played = client.play()
     count_single_tokens(request.tries[-1] for request in played.requests if request.tries)
     return played
@@ -58,56 +68,79 @@ def _play_shares(
     load: Load,
     scheduled_s: list[float],
     bodies: Sequence[bytes],
-    policy: RetryPolicy,
-    seed: int,
+    retrier: Retrier,
     n: int,
 ) -> HttpPlayed:
-    # A fresh interpreter each: a fork would copy the locks that other threads of this process hold.
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        pipes: list[Pipe] = []
-        for worker in range(n):
-            ours, theirs = context.Pipe()
-            stack.callback(ours.close)
-            share = (
-                endpoint,
-                load,
-                scheduled_s[worker::n],
-                list(bodies[worker::n]),
-                policy,
-                f"{seed} {worker}",
-            )
-            process = context.Process(target=_work, args=(theirs, *share), daemon=True)
-            try:
-                process.start()
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise RunError(f"a worker cannot be given its share: {error}") from error
-            finally:
-                theirs.close()
-            stack.callback(_end, process)
-            pipes.append(ours)
-        for pipe in pipes:
-            _hear(pipe)  # it has its connections
+    with held(), ExitStack() as stack:
+        workers: dict[Pipe, BaseProcess] = {}
+        with interruptible():
+            for worker in range(n):
+                share = (
+                    endpoint,
+                    load,
+                    scheduled_s[worker::n],
+                    list(bodies[worker::n]),
+                    retrier,
+                    worker,
+                    n,
+                )
+                _start(share, workers, stack)
+            for pipe in workers:
+                _hear(pipe)  # it has its connections
         t0 = clock() + LEAD_S
         started = datetime.now(UTC) + timedelta(seconds=LEAD_S)
-        for pipe in pipes:
+        for pipe in workers:
             pipe.send(t0)
-        return _merged([_hear(pipe) for pipe in pipes], t0, started)
+        shares: list[HttpPlayed] = []
+        try:
+            for pipe in workers:
+                has_come = False
+                while not has_come:
+                    with interruptible():
+                        has_come = pipe.poll(LONGEST_WAIT_S)
+                shares.append(_hear(pipe))
+        except Interruption:
+            for process in workers.values():
+                assert process.pid is not None
+                os.kill(process.pid, _STOP)  # one that has ended is there until it is joined
+            shares += [_hear(pipe) for pipe in list(workers)[len(shares) :]]
+        return _merged(shares, t0, started)
+
+
+def _start(share: tuple[object, ...], workers: dict[Pipe, BaseProcess], stack: ExitStack) -> None:
+    # A fresh interpreter each: a fork would copy the locks that other threads of this process hold.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    stack.callback(ours.close)
+    process = context.Process(target=_work, args=(theirs, *share), daemon=True)
+    resource_tracker.ensure_running()  # else starting the process starts it, and lets SIGINT through again
+    try:
+        with without_ctrl_c():
+            process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RunError(f"a worker cannot be given its share: {error}") from error
+    finally:
+        theirs.close()
+    stack.callback(_end, process)
+    workers[ours] = process
 
 
 def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], bodies: list[bytes],
-          policy: RetryPolicy, seed: str) -> None:  # fmt: skip
-    """One worker: says when it is ready, is told time zero, returns what it played."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
+          retrier: Retrier, worker: int, workers: int) -> None:  # fmt: skip
+    """One worker: says when it is ready, is told time zero, returns what it played, until `_STOP` at most."""
+    signal.signal(_STOP, signal.default_int_handler)
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
     tie_to(parent.pid)
     gc.freeze()
-    with HttpClient(endpoint, load, scheduled_s, bodies, policy, seed=seed) as client:
-        pipe.send(None)
-        played = client.play(pipe.recv())
-    pipe.send(played)
+    with suppress(KeyboardInterrupt), held((_STOP,)):
+        with HttpClient(
+            endpoint, load, scheduled_s, bodies, retrier, worker=worker, workers=workers
+        ) as client:
+            pipe.send(None)
+            played = client.play(pipe.recv())
+        pipe.send(played)
 
 
 def _hear(pipe: Pipe) -> HttpPlayed:
@@ -141,9 +174,20 @@ def _merged(shares: list[HttpPlayed], t0: float, started: datetime) -> HttpPlaye
         _count_outstanding(requests),
         sum(share.connections for share in shares),
         sum(share.resent for share in shares),
-        max(share.busy_share for share in shares),
+        _worst(shares),
         [],
         None,
+        min((share.interrupted_s for share in shares if share.interrupted_s is not None), default=None),
+    )
+
+
+def _worst(shares: list[HttpPlayed]) -> ClientLoad:
+    loads = [share.client_load for share in shares]
+    return ClientLoad(
+        max(load.busy_share for load in loads),
+        max(load.busy_share_max_100ms for load in loads),
+        max(load.longest_turn_s for load in loads),
+        max((load.p99_read_lag_s for load in loads if load.p99_read_lag_s is not None), default=None),
     )
 
 
@@ -151,7 +195,7 @@ def _count_outstanding(requests: list[HttpRequest]) -> int:
     """Sets what all workers together had outstanding when each was sent, and returns the most there ever was."""
     ends_s: list[float] = []
     peak = 0
-    for request in sorted(requests, key=_sent_s):
+    for request in sorted((request for request in requests if request.tries), key=_sent_s):
         while ends_s and ends_s[0] <= _sent_s(request):
             heapq.heappop(ends_s)
         request.inflight = len(ends_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
@@ -111,4 +112,5 @@ def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
     for name, value in {**headers, "Content-Length": str(len(body))}.items():
         handler.send_header(name, value)
     handler.end_headers()
-    handler.wfile.write(body)
+    with suppress(BrokenPipeError, ConnectionResetError):  # an interrupted client is gone
+        handler.wfile.write(body)

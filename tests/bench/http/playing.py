@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from random import Random
+from math import inf
 from typing import Any
 
-from roseinfer.bench.http.exchange import Endpoint, HttpAttempt, HttpPlayed, RetryPolicy
+from roseinfer.bench.http.exchange import Endpoint, HttpAttempt, HttpPlayed
 from roseinfer.bench.http.workers import play
 from roseinfer.bench.load import CLOSED, Load
+from roseinfer.bench.retries import Retrier, RetryPolicy
 
 
-class Never:
-    """The policy of a client without retries."""
+class Never(Retrier):
+    """A client without retries."""
 
-    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
-        return None
+    def __init__(self) -> None:
+        super().__init__(RetryPolicy(), 1)
 
 
-class UpTo:
-    """Tries `n` times, after `delay_s`; notes in `asked` what it was asked."""
+class UpTo(Retrier):
+    """Tries `n` times, after `delay_s`; notes in `asked` after which tries it was asked."""
 
     def __init__(self, n: int, delay_s: float = 0.0) -> None:
+        super().__init__(RetryPolicy("immediate"), 1)
         self._n = n
         self._delay_s = delay_s
-        self.asked: list[tuple[int | None, int]] = []
+        self.asked: list[int] = []
 
-    def delay_s(self, attempt: HttpAttempt, n_tries: int, rng: Random) -> float | None:
-        self.asked.append((attempt.status_code, n_tries))
-        return self._delay_s if n_tries < self._n else None
+    def delay_s(
+        self, request_index: int, n_tries: int, *, retry_after_s: float | None = None, left_s: float = inf
+    ) -> float | None:
+        self.asked.append(n_tries)
+        return self._delay_s if n_tries < self._n and self._delay_s < left_s else None
 
 
 def bodies(n: int) -> list[bytes]:
@@ -40,7 +44,7 @@ def played(
     endpoint: Endpoint,
     scheduled_s: list[float],
     *,
-    policy: RetryPolicy | None = None,
+    policy: Retrier | None = None,
     client_workers: int = 1,
     **load: Any,
 ) -> HttpPlayed:
@@ -52,7 +56,6 @@ def played(
         scheduled_s,
         bodies(len(scheduled_s)),
         Never() if policy is None else policy,
-        seed=1,
         client_workers=client_workers,
     )
 
@@ -62,12 +65,12 @@ def looped(
     users: int,
     its_bodies: Sequence[bytes],
     *,
-    policy: RetryPolicy | None = None,
+    policy: Retrier | None = None,
     **load: Any,
 ) -> HttpPlayed:
     """A closed loop."""
     shape = Load(arrival=CLOSED, max_concurrency=users, **load)
-    return play(endpoint, shape, None, its_bodies, Never() if policy is None else policy, seed=1)
+    return play(endpoint, shape, None, its_bodies, Never() if policy is None else policy)
 
 
 def last_tries(result: HttpPlayed) -> list[HttpAttempt]:

@@ -210,7 +210,7 @@ def test_a_connection_closed_while_it_was_idle_is_replaced(end: Callable[[Peer],
 
     with ScriptedServer(script) as server:
         load = Load(arrival="closed", max_concurrency=1)
-        with Waiting(server.endpoint(), load, None, bodies(2), Never(), seed=1) as it:
+        with Waiting(server.endpoint(), load, None, bodies(2), Never()) as it:
             result = it.play()
     assert [len(request.tries) for request in result.requests] == [1, 2]
     assert [attempt.failure for attempt in last_tries(result)] == [None, None]

@@ -14,7 +14,10 @@ import pytest
 from roseinfer.bench.http.client import HttpClient
 from roseinfer.bench.http.connection import Connection, Pool
 from roseinfer.bench.http.exchange import Failure
+from roseinfer.bench.http.rows import outcome_of
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S, Load
+from roseinfer.bench.records import Outcome
+from roseinfer.bench.retries import RetryPolicy
 from tests.bench.http.playing import Never, UpTo, bodies, last_tries, looped, most_outstanding, played
 from tests.bench.http.scripted_server import (
     FULL,
@@ -73,7 +76,7 @@ def test_requests_that_the_cap_held_back_to_the_end_are_not_sent() -> None:  # c
 
     with ScriptedServer(script) as server:
         load = Load(arrival="constant", max_concurrency=1, duration_s=0.05)
-        with Releasing(server.endpoint(), load, [0.0] * 3, bodies(3), Never(), seed=1) as it:
+        with Releasing(server.endpoint(), load, [0.0] * 3, bodies(3), Never()) as it:
             result = it.play()
     first, *others = result.requests
     assert first.tries[-1].failure is None  # outstanding at the end, and carried through
@@ -181,7 +184,7 @@ def test_a_retry_is_another_try_of_the_same_request() -> None:  # case J3
         result = looped(server.endpoint(), 1, bodies(1), policy=policy)
     (request,) = result.requests
     assert [attempt.status_code for attempt in request.tries] == [429, 429, 200]
-    assert policy.asked == [(429, 1), (429, 2)]
+    assert policy.asked == [1, 2]
     for last, attempt in zip(request.tries, request.tries[1:], strict=False):
         assert last.ended_s is not None
         assert attempt.sent_s is not None
@@ -209,6 +212,42 @@ def test_no_retry_after_the_deadline_of_the_request() -> None:
     assert [attempt.failure for attempt in request.tries] == [Failure.STATUS]
 
 
+def stalling_first(n: int) -> Callable[[Peer], None]:
+    """Says nothing to the first `n` connections, and answers the others."""
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        if peer.number < n:
+            peer.wait_for_close()
+        else:
+            peer.send(TWO_TOKENS)
+
+    return script
+
+
+def test_a_try_that_takes_too_long_is_given_up_and_sent_again() -> None:
+    retries = RetryPolicy("immediate", per_try_timeout_s=0.1)
+    with ScriptedServer(stalling_first(2)) as server:
+        (request,) = played(server.endpoint(), [0.0], policy=UpTo(5), retries=retries).requests
+    assert [attempt.failure for attempt in request.tries] == [Failure.TIMEOUT, Failure.TIMEOUT, None]
+    assert outcome_of(request.tries[0]) is Outcome.TIMEOUT
+    for attempt in request.tries[:2]:
+        assert attempt.sent_s is not None
+        assert attempt.ended_s is not None
+        assert attempt.ended_s - attempt.sent_s >= 0.1
+    assert request.tries[0].error == "no whole answer within --per-try-timeout 0.1"
+
+
+def test_the_deadline_of_the_request_is_over_all_its_tries() -> None:
+    retries = RetryPolicy("immediate", per_try_timeout_s=0.1)
+    with ScriptedServer(stalling_first(9)) as server:
+        result = played(server.endpoint(), [0.0], policy=UpTo(9), retries=retries, timeout_s=0.15)
+    assert [attempt.error for attempt in result.requests[0].tries] == [
+        "no whole answer within --per-try-timeout 0.1",
+        "no whole answer within --timeout 0.15",
+    ]
+
+
 def test_a_request_keeps_its_permit_over_its_tries() -> None:
     with ScriptedServer(refusing_first(2)) as server:
         result = played(server.endpoint(), [0.0] * 3, policy=UpTo(5, delay_s=0.01), max_concurrency=1)
@@ -231,8 +270,8 @@ def test_an_interrupt_leaves_nothing_open() -> None:
     # Which a shell that puts us into the background ignores.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ScriptedServer(script) as server, pytest.raises(KeyboardInterrupt):
-            played(server.endpoint(), [0.0] * 4)
+        with ScriptedServer(script) as server:
+            assert played(server.endpoint(), [0.0] * 4).interrupted_s is not None
     finally:
         signal.signal(signal.SIGINT, before)
     assert threading.active_count() == threads
@@ -247,12 +286,12 @@ def test_the_limit_of_open_files_is_what_it_was() -> None:
 
 
 def test_a_client_that_has_nothing_to_do_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:  # case K4
-    waits: list[float | None] = []
+    waits: list[float] = []
     ready = Pool.ready
 
-    def noted(self: Pool, wait_s: float | None) -> list[Connection]:
-        waits.append(wait_s)
-        return ready(self, wait_s)
+    def noted(self: Pool, until_s: float) -> list[Connection]:
+        waits.append(until_s)
+        return ready(self, until_s)
 
     monkeypatch.setattr(Pool, "ready", noted)
     with ScriptedServer(answering(TWO_TOKENS)) as server:

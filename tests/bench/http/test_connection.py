@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench.http import connection
 from roseinfer.bench.http.connection import Connection, breakage_of
 from roseinfer.bench.http.exchange import Failure
-from roseinfer.errors import RunError
 from tests.bench.http.playing import bodies, last_tries, looped, played
 from tests.bench.http.scripted_server import (
     DONE,
@@ -193,12 +191,3 @@ def test_every_error_has_its_name_and_an_unknown_one_is_kept(  # case D12
     found = breakage_of(error)
     assert found.failure is failure
     assert "x" in found.error
-
-
-def test_a_process_with_too_many_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SELECT_FILES", 1)
-    with (
-        ScriptedServer(answer_all) as server,
-        pytest.raises(RunError, match="open files"),
-    ):
-        played(server.endpoint(), [0.0])

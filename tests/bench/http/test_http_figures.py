@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.figure_style import Caption
 from roseinfer.bench.gantt import draw_gantt, gantt_data
 from roseinfer.bench.http.exchange import Failure, HttpAttempt, HttpRequest
@@ -49,7 +50,8 @@ def rows(limit: int | None = 2, cell: str = "c") -> pd.DataFrame:
         for _ in range(2)
     ]
     key = {"run_id": "run", "cell_id": cell, "repeat": 0, "target": "http", "model": "mock"}
-    factors = {"max_inflight": limit, "burst_size": 4, "arrival": "burst", "output_len": 2}
+    admission = str(AdmissionSpec(limit))
+    factors = {"admission": admission, "burst_size": 4, "arrival": "burst", "output_len": 2}
     return as_read(
         [
             {**key, **factors, "request_index": index, **request_row(HttpRequest(0.0, tries=[attempt]), 0.0)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from roseinfer.bench import session
 from roseinfer.bench.http import target, workers
+from roseinfer.bench.http.exchange import ClientLoad
 from roseinfer.bench.store import RunFolder
 from tests.bench.asking import Answer, Ask
 from tests.bench.http.openai_server import OpenAiServer, Said, refusal, two_tokens
@@ -185,10 +188,17 @@ def test_a_client_that_was_busy_all_the_time_says_so(  # case K6
     run: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = workers.play
-    monkeypatch.setattr(target, "play", lambda *a, **k: real(*a, **k)._replace(busy_share=0.93))
+    monkeypatch.setattr(
+        target,
+        "play",
+        lambda *a, **k: real(*a, **k)._replace(client_load=ClientLoad(0.2, 0.93, 0.012, 0.001)),
+    )
     with OpenAiServer() as server:
         answer = run(server.url)
-    assert "the client was busy 93 % of the time" in answer.out
+    assert (
+        "the client was busy for 93 % of its busiest 100 ms, and did not look for what came for up to 12.0 ms"
+        in (answer.out)
+    )
     assert answer.code == 0
 
 
@@ -287,6 +297,68 @@ def test_an_interrupt_stops_the_server(
     assert answer.code == 130
     assert "0 of 8 cells are on disk" in answer.complaint
     assert not is_there(manifest(SWEEP)["configuration"]["target"])
+
+
+@pytest.fixture
+def _a_foreground_process() -> Iterator[None]:
+    """A shell that puts us into the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_a_foreground_process")
+class TestInterrupted:
+    """A run of one cell of 8 requests, one after the other, of which the fourth is never answered."""
+
+    @pytest.fixture
+    def answer(self, ask: Ask) -> Iterator[Answer]:
+        is_over = threading.Event()
+
+        def answering(number: int, said: Said) -> Any:
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+                is_over.wait(20)
+            return two_tokens()
+
+        words = (
+            "--max-concurrency 1 --num-requests 8 --arrival burst --prompt-len 4 -o out --run-id r --quiet"
+        )
+        with OpenAiServer(answering) as server:
+            try:
+                yield ask("run", "--target", server.url, *words.split(), "--json")
+            finally:
+                is_over.set()
+
+    def test_what_was_measured_is_on_disk(self, answer: Answer) -> None:
+        assert answer.code == 130
+        folder = RunFolder.open(RUN)
+        rows = folder.read_requests()
+        assert rows["outcome"].tolist() == ["completed"] * 3 + ["incomplete"] * 5
+        assert set(rows["error"][3:]) == {"interrupted"}
+        assert rows["sent_s"].notna().sum() == 4
+        assert folder.finished_cells() == set()
+        assert not folder.is_done
+
+    def test_it_is_summed_up_as_interrupted(self, answer: Answer) -> None:
+        said = json.loads(answer.out)
+        assert (said["interrupted"], said["valid"]) == (True, False)
+        assert {row["completed"] for row in said["summary"]} == {3}
+        assert "when 3 of 8 requests had ended" in said["summary"][0]["invalid_reasons"]
+        assert "Requests: 4\n" in answer.err
+        assert "Incomplete: 5 (interrupted x 5)\n" in answer.err
+        last = answer.err.splitlines()[-1]
+        assert last.startswith(
+            "roseinfer-bench: interrupted; 0 of 1 cells are on disk, and what there is of another"
+        )
+
+    def test_going_on_measures_it_anew(self, answer: Answer, ask: Ask) -> None:
+        words = shlex.split(answer.err.splitlines()[-1].partition("To go on: ")[2])[1:]
+        resumed = ask(*words, "--quiet")
+        assert resumed.code == 0, resumed.err
+        rows = RunFolder.open(RUN).read_requests()
+        assert rows["outcome"].tolist() == ["completed"] * 8
+        assert not [*RUN.glob("**/.*")]
 
 
 def test_a_sweep_goes_on_with_the_command_named_again(

@@ -121,6 +121,53 @@ def test_an_answer_longer_than_any_does_not_wait(monkeypatch: pytest.MonkeyPatch
     assert not answer.waits
 
 
+@pytest.fixture
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(incoming, "READ_BYTES", 40)
+    return 40
+
+
+def full(answer: bytes, size: int) -> list[bytes]:
+    return [answer[at : at + size] for at in range(0, len(answer), size)]
+
+
+def test_a_client_that_is_behind_does_not_begin_to_understand(short_reads: int) -> None:
+    """A read that brings all that it can ends anywhere in an event, and there is more."""
+    head = STREAM_HEAD + chunk(text("one"))
+    rest = b"".join(map(chunk, (text(" two"), text(" three", "stop"), usage(3), DONE))) + LAST_CHUNK
+    reads = [head, *full(rest, short_reads)]
+    attempt = HttpAttempt()
+    answer = Incoming(attempt, may_wait=True)
+    ends = [answer.read(data, float(at_s)) for at_s, data in enumerate(reads)]
+    assert ends == [False] * (len(reads) - 1) + [True]
+    assert answer.waits
+    answer.understand()
+    at_once = taken(reads, may_wait=False)[0]
+    assert [tokens for _, tokens in attempt.deliveries] == [tokens for _, tokens in at_once.deliveries]
+    assert (attempt.failure, attempt.output_tokens) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    "sign", [event(error={"message": "x"}), b"event: error\ndata: x\n\n", text("", "abort")]
+)
+def test_a_sign_that_lies_across_two_reads_is_seen(short_reads: int, sign: bytes) -> None:
+    for padding in range(short_reads):
+        body = chunk(text("x" * padding)) + chunk(sign)
+        answer = Incoming(HttpAttempt(), may_wait=True)
+        for data in [STREAM_HEAD + chunk(text("one")), *full(body, short_reads)]:
+            answer.read(data, 1.0)
+        assert not answer.waits, padding
+
+
+def test_a_full_read_that_may_be_the_end_is_understood(short_reads: int) -> None:
+    head = STREAM_HEAD + chunk(text("one", "stop"))
+    answer = Incoming(HttpAttempt(), may_wait=True)
+    answer.read(head, 1.0)
+    last = chunk(b": %b\n\n" % (b"x" * 25)) + LAST_CHUNK
+    assert len(last) == short_reads
+    assert answer.read(last, 2.0)
+
+
 def test_an_attempt_that_was_given_up_keeps_what_came_and_its_failure() -> None:  # case D9
     attempt = HttpAttempt()
     answer = Incoming(attempt, may_wait=True)

@@ -99,6 +99,12 @@ def test_an_answer_without_text_has_no_ttft() -> None:  # case E14
         (failed(Failure.OTHER), Outcome.ERROR, "other"),
         (failed(Failure.STREAM_ERROR, 200, error_code="500"), Outcome.ERROR, "stream error 500"),
         (failed(Failure.STREAM_ERROR, 200, error_code="503"), Outcome.REJECTED, "stream error 503"),
+        (
+            failed(Failure.STREAM_ERROR, 200, error_code="503", reject_reason="draining"),
+            Outcome.ERROR,
+            "stream error 503",
+        ),
+        (failed(Failure.INTERRUPTED, 200), Outcome.INCOMPLETE, "interrupted"),
     ],
 )
 def test_each_end_has_its_outcome_and_says_its_reason(  # case D12
@@ -120,6 +126,11 @@ def test_a_refusal_is_known_with_its_head() -> None:
     row = derived(failed(Failure.STATUS, 429, reject_reason="max_inflight"))
     assert row["reject_s"] == 0.25
     assert (row["reject_reason"], row["reject_stage"]) == ("max_inflight", "submit")
+
+
+def test_a_refusal_is_as_fast_as_its_last_try() -> None:
+    row = derived(failed(Failure.STATUS, 429), failed(Failure.STATUS, 429, sent_s=104.0, head_s=104.25))
+    assert (row["retry_wait_s"], row["reject_s"]) == (3.5, 0.25)
 
 
 def test_other_failures_have_no_reject_reason() -> None:

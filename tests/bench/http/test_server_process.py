@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.http import server_process
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.server_process import ServerProcess, check_command, check_place, command_for
@@ -50,7 +51,22 @@ def python(code: str, *words: object) -> list[str]:
 )
 def test_a_limit_is_set_or_left_out(limit: int | None, words: tuple[str, ...]) -> None:
     command = """serve M --port {port} [[--seqs {max_inflight}]] --json '{"a": 1}'"""
-    assert command_for(command, limit, 8000) == words
+    assert command_for(command, AdmissionSpec(limit), 8000) == words
+
+
+def test_a_limit_of_any_kind_is_set_in_full() -> None:
+    command = "serve [[--admission {admission}]]"
+    assert command_for(command, AdmissionSpec(4, 512), 1) == ("serve", "--admission", "inflight:4+tokens:512")
+    assert command_for(command, AdmissionSpec(), 1) == ("serve",)
+    check_command(command, (AdmissionSpec(), AdmissionSpec(4), AdmissionSpec(None, 512)))
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "serve --seqs {max_inflight}", "serve {admission} {max_inflight}"]
+)
+def test_a_command_that_cannot_set_a_budget_is_refused(command: str) -> None:
+    with pytest.raises(InputError, match=r"--admission 'inflight:4,tokens:512'.*needs {admission}"):
+        check_command(command, (AdmissionSpec(4), AdmissionSpec(None, 512)))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +84,13 @@ def test_a_command_that_cannot_set_the_limits_is_refused(
     command: str, limits: tuple[int | None, ...], name: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        check_command(command, limits)
+        check_command(command, [AdmissionSpec(limit) for limit in limits])
     assert caught.value.name == name
 
 
 def test_a_command_without_a_limit_serves_a_run_without_one() -> None:
-    check_command("serve M", (None,))
-    check_command("serve --seqs {max_inflight}", (4, 8))
+    check_command("serve M", (AdmissionSpec(),))
+    check_command("serve --seqs {max_inflight}", (AdmissionSpec(4), AdmissionSpec(8)))
 
 
 def test_it_is_ready_once_it_is_made_and_gone_once_it_is_stopped(address: Address) -> None:

@@ -12,10 +12,18 @@ import pytest
 from roseinfer.bench.http import target
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.asking import find_model
-from roseinfer.bench.http.exchange import Endpoint, Failure, HttpAttempt, HttpPlayed, HttpRequest, RetryPolicy
+from roseinfer.bench.http.exchange import (
+    ClientLoad,
+    Endpoint,
+    Failure,
+    HttpAttempt,
+    HttpPlayed,
+    HttpRequest,
+)
 from roseinfer.bench.http.target import MOST_TOKENS, HttpTarget, tokenizer_of
 from roseinfer.bench.load import Load
 from roseinfer.bench.records import ATTEMPT_SCHEMA, REQUEST_SCHEMA, Outcome
+from roseinfer.bench.retries import Retrier
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import WorkloadSource
@@ -24,6 +32,7 @@ from roseinfer.tokenization import FastTokenizer
 from tests.bench.experiments import experiment
 from tests.bench.http.openai_server import OpenAiServer
 
+LOAD = ClientLoad(0.25, 0.75, 0.002, 0.001)
 URL = "http://127.0.0.1:1/v1"  # nobody is asked there
 
 
@@ -43,16 +52,15 @@ class Client:
         load: Load,
         scheduled_s: list[float] | None,
         bodies: Sequence[bytes],
-        policy: RetryPolicy,
+        retrier: Retrier,
         *,
-        seed: int,
         client_workers: int,
     ) -> HttpPlayed:
         assert scheduled_s is not None
         self.bodies += [json.loads(body) for body in bodies]
         self.endpoint, self.workers = endpoint, client_workers
         requests = [HttpRequest(at_s, tries=[self.answer(10.0 + at_s)]) for at_s in scheduled_s]
-        return HttpPlayed(requests, 10.0, "2026-01-01T00:00:00+00:00", 1, self.connections, 2, 0.25, [], None)
+        return HttpPlayed(requests, 10.0, "2026-01-01T00:00:00+00:00", 1, self.connections, 2, LOAD, [], None)
 
     def answer(self, due_s: float) -> HttpAttempt:
         sent_s, first_s = due_s + 0.0001, due_s + 0.001
@@ -137,7 +145,9 @@ def test_rows_and_facts_pass_the_rules_and_claim_no_slot(client: Client, tmp_pat
     folder.write_cell("cell", 0, result.requests, result.steps, result.facts.to_json())
     assert check_cell(folder.read_requests(), result.facts) == []
     assert folder.read_steps().empty
-    assert result.notes["client"] == {"busy_share": 0.25, "connections": 5, "resent": 2, "workers": 1}
+    assert result.notes["client"] == {**LOAD._asdict(), "connections": 5, "resent": 2, "workers": 1}
+    assert result.facts.client_busy_share_max_100ms == 0.75
+    assert (result.facts.client_longest_turn_s, result.facts.client_p99_read_lag_s) == (0.002, 0.001)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ def refused(**flags: Any) -> InputError:
         ({"max_inflight": "0,16"}, "--max-inflight"),
         ({"max_inflight": "16"}, "--max-inflight"),
         ({"max_inflight": "16", "target_cmd": "serve"}, "--max-inflight"),
+        ({"admission": "tokens:512"}, "--admission"),
+        ({"admission": "tokens:512", "target_cmd": "serve --seqs {max_inflight}"}, "--admission"),
+        ({"admission": "tokens:512", "max_inflight": "4", "target_cmd": "serve {admission}"}, "--admission"),
         ({"target_cmd": "serve '"}, "--target-cmd"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "--api-key-env"),
     ],
@@ -55,7 +58,6 @@ def test_what_a_server_cannot_be_told_is_refused(flags: dict[str, Any], name: st
         {"api_key_env": "HOME"},
         {"tokenizer": "builtin"},
         {"target_cmd": "serve"},
-        {"retry": "immediate"},
         {"client_workers": 2},
     ],
 )
@@ -110,7 +112,7 @@ def test_configuration_names_no_place_no_host_and_no_key() -> None:
 
 
 def test_other_targets_keep_their_configuration() -> None:
-    assert not experiment().configuration().keys() & {"api", "retry", "target-cmd", "client-workers"}
+    assert not experiment().configuration().keys() & {"api", "target-cmd", "client-workers"}
 
 
 def test_cells_share_a_server_where_its_command_is_the_same() -> None:
@@ -118,3 +120,6 @@ def test_cells_share_a_server_where_its_command_is_the_same() -> None:
     made = experiment(target=URL, target_cmd=command, max_inflight="0,4", burst_size="2,3")
     assert len({made.server_of(cell) for cell in made.cells}) == 2
     assert len({experiment(target=URL).server_of(cell) for cell in made.cells}) == 1
+    command = "serve [[--admission {admission}]]"
+    made = experiment(target=URL, target_cmd=command, admission="none,tokens:9,tokens:99", burst_size="2,3")
+    assert len({made.server_of(cell) for cell in made.cells}) == 3

@@ -86,10 +86,14 @@ def test_sigterm_ends_as_an_interrupt_does(bench: subprocess.Popen[str], tmp_pat
     assert not server_is_gone(tmp_path)
     bench.send_signal(signal.SIGTERM)
     out, err = bench.communicate(timeout=60)
-    assert (bench.returncode, out) == (143, "")
-    assert err.startswith("roseinfer-bench: interrupted; 1 of 2 cells are on disk. To go on: ")
+    assert bench.returncode == 143
+    assert "when 0 of 3 requests had ended" in out
+    in_part = "and what there is of another, which is to be measured anew"
+    assert err.startswith(f"roseinfer-bench: interrupted; 1 of 2 cells are on disk, {in_part}. To go on: ")
     assert server_is_gone(tmp_path)
-    assert len(RunFolder.open(tmp_path / "out/sweep/r").finished_cells()) == 1
+    run = RunFolder.open(tmp_path / "out/sweep/r")
+    assert len(run.finished_cells()) == 1
+    assert sorted(run.read_requests()["outcome"]) == ["completed"] * 3 + ["incomplete"] * 3
 
 
 def test_a_server_does_not_outlive_a_benchmark_that_is_killed(
