@@ -2,7 +2,8 @@
 
     slowdown = (queue wait + own predicted prefill) / own predicted prefill
 
-It is 1 without load, whatever the prompt; it holds no decode, so output lengths do not move it.
+It is 1 without load, whatever the prompt, and holds no decode. A limit does move with output lengths all the same: it
+counts those that decode as well, and the same wait comes with more in flight where they decode for longer.
 
 A window is SAMPLES of them, judged by their median, which a few requests behind a long prompt do not move:
 

@@ -28,7 +28,13 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from roseinfer.errors import TOKENS_NEVER_FIT, InputError, InvariantError, SchedulerManagerOverloadedError
+from roseinfer.errors import (
+    SLO_NEVER_MET,
+    TOKENS_NEVER_FIT,
+    InputError,
+    InvariantError,
+    SchedulerManagerOverloadedError,
+)
 from roseinfer.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -210,8 +216,12 @@ class Admission:
             if victims is None:
                 self._refused += 1
                 if limit is not None and short_slots:
+                    gap_s = self._slot_gap_s(now)
                     raise SchedulerManagerOverloadedError(
-                        limit=limit, inflight=inflight, reason=reason, retry_after_s=self._slot_gap_s(now)
+                        limit=limit,
+                        inflight=inflight,
+                        reason=reason,
+                        retry_after_s=None if gap_s is None else gap_s * (inflight - limit + 1),
                     )
                 assert budget is not None
                 raise self._tokens_refusal(now, budget, held, asked, "submit")
@@ -222,13 +232,14 @@ class Admission:
                 late_s = goal.predict(ticket, None if began_s is None else now - began_s)
                 # An idle engine takes what it can serve: else a margin or a correction of worse times, which only
                 # served requests can bring back, would refuse for ever.
-                if late_s > goal.goal_s and (inflight or goal.is_hopeless(ticket)):
+                is_hopeless = late_s > goal.goal_s and goal.is_hopeless(ticket)
+                if is_hopeless or (late_s > goal.goal_s and not goal.is_idle):
                     self._refused += 1
                     raise SchedulerManagerOverloadedError(
                         limit=goal.goal_s,
                         inflight=inflight,
-                        reason="slo",
-                        retry_after_s=goal.wait_s(ticket, late_s),
+                        reason=SLO_NEVER_MET if is_hopeless else "slo",
+                        retry_after_s=None if is_hopeless else late_s - goal.goal_s,
                         measured=late_s,
                     )
                 goal.enter(ticket)
@@ -245,7 +256,7 @@ class Admission:
             self._held_tokens += asked
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
             if self._lanes is not None:
-                self._lanes.add(ticket, self._not_started)
+                self._lanes.add(ticket)
             return ticket
 
     def adjust(self, ticket: Ticket, cost_tokens: int, now: float) -> None:
@@ -265,6 +276,8 @@ class Admission:
             self._backlog_tokens += cost_tokens - ticket.cost_tokens
             ticket.cost_tokens = cost_tokens
             self._held_tokens += cost_tokens - ticket.held_tokens
+            if self._lanes is not None and ticket.state is RESERVED:
+                self._lanes.resize(ticket, cost_tokens - ticket.held_tokens)
             ticket.held_tokens = cost_tokens
             self._peak_held_tokens = max(self._peak_held_tokens, self._held_tokens)
             bound_prompt_tokens = ticket.prompt_tokens
@@ -280,8 +293,8 @@ class Admission:
         with self._lock:
             if ticket.state is not RESERVED:
                 return False
+            self._waits_no_longer(ticket)
             ticket.state = STARTED
-            self._not_started -= 1
             forecast, adaptive = self.forecast, self.adaptive
             if forecast is not None:
                 if ticket.work is not None:
@@ -298,8 +311,11 @@ class Admission:
                 self.goal.first_token(ticket, now)
 
     def ended(self, ticket: Ticket) -> None:
-        """Nothing more is computed for a request, whoever still has to read its end."""
+        """Nothing more is computed for a request, whoever still has to read its end, and it waits for nothing."""
         with self._lock:
+            if ticket.state is RESERVED:
+                self._waits_no_longer(ticket)
+                ticket.state = STARTED
             if ticket.work is not None and self.forecast is not None:
                 self.forecast.leave(ticket.work)
                 ticket.work = None
@@ -395,6 +411,12 @@ class Admission:
             stage="queued",
         )
 
+    def _waits_no_longer(self, ticket: Ticket) -> None:
+        """Told before its state says so."""
+        self._not_started -= 1
+        if self._lanes is not None:
+            self._lanes.leave(ticket)
+
     def _evict(self, victim: Ticket, now: float) -> None:
         """Its slot goes to another. No release of the kind that the drain rate counts: nothing was served."""
         if victim.state is not RESERVED:  # a collection in this very thread has closed its stream
@@ -405,7 +427,8 @@ class Admission:
         self._evicted.append(victim)
 
     def _give_back(self, ticket: Ticket, now: float) -> None:
-        self._not_started -= ticket.state is RESERVED
+        if ticket.state is RESERVED:
+            self._waits_no_longer(ticket)
         ticket.state = RELEASED
         ticket.released_s = now
         self._inflight -= 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from roseinfer.errors import QUEUE_TIMEOUT, InputError
+from roseinfer.errors import QUEUE_TIMEOUT, SLO_NEVER_MET, InputError
 
 NO_LIMIT: Final = "none"
 _LARGEST: Final = 2**31 - 1
@@ -77,6 +77,7 @@ class AdmissionSpec(NamedTuple):
         """Of the refusals that its parts beside the bounds on requests and tokens give."""
         of_parts = {
             "slo": self.slo_ttft_s,
+            SLO_NEVER_MET: self.slo_ttft_s,
             QUEUE_TIMEOUT: self.queue_timeout_s,
             "codel": self.codel,
             "evicted": self.priority_age_s,

@@ -6,10 +6,7 @@ exactly 0. Pure: no clock, no lock. Every call is O(1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from roseinfer.sim.cost_model import StepCost
+from typing import Final
 
 INFLOW_GAIN: Final = 0.1
 """Weight of the newest step in the average of what comes in a step."""
@@ -23,10 +20,9 @@ def attended(start: int, n_tokens: int) -> int:
 class Work:
     """What one request has left to compute. Only its Backlog changes it."""
 
-    __slots__ = ("_step", "done_tokens", "has_left", "is_started", "last_step", "new_tokens", "prompt_tokens")
+    __slots__ = ("done_tokens", "has_left", "is_started", "last_step", "new_tokens", "prompt_tokens")
 
-    def __init__(self, step: StepCost, prompt_tokens: int, new_tokens: int) -> None:
-        self._step = step
+    def __init__(self, prompt_tokens: int, new_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.new_tokens = new_tokens
         self.done_tokens = 0  # of the prompt, then of the output
@@ -54,23 +50,11 @@ class Work:
         """Positions that these attend to."""
         return attended(max(self.done_tokens, self.prompt_tokens), self.decodes)
 
-    @property
-    def prefill_left_s(self) -> float:
-        """Seconds that the rest of its prefill adds to the steps that it is in."""
-        step = self._step
-        return step.prefill_token_s * self.prefill_tokens + step.attention_pair_s * self.pairs
-
-    @property
-    def decode_left_s(self) -> float:
-        """Seconds that its decodes add to the steps that they ride on."""
-        return self._step.decode_request_s * self.decodes + self._step.context_token_s * self.context_tokens
-
 
 class Backlog:
     """Sums over the Work in flight; `half_...` over those of it that run and are not prefilled to the end."""
 
-    def __init__(self, step: StepCost) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self.inflight = 0
         self.running = 0
         self.prefilling = 0  # waiting or half-prefilled
@@ -94,7 +78,7 @@ class Backlog:
         self.seat_steps += new_tokens
         self.squared_seat_steps += new_tokens * new_tokens
         self.came_tokens += prompt_tokens
-        return Work(self._step, prompt_tokens, new_tokens)
+        return Work(prompt_tokens, new_tokens)
 
     def revise(self, work: Work, prompt_tokens: int) -> None:
         if not work.has_left and not work.is_started:

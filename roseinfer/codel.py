@@ -38,7 +38,9 @@ class CoDel:
     def should_drop(self, now: float, delay_s: float) -> bool:
         """Whether the request that is taken up `now` after `delay_s` is to be shed. Asked for every one, once."""
         if now >= self._ends_s:
-            self.is_overloaded = self._least_s > self.target_s
+            # What an interval long ago showed says nothing of now.
+            is_recent = now < self._ends_s + self.interval_s
+            self.is_overloaded = is_recent and self._least_s > self.target_s
             self._ends_s = now + self.interval_s
             self._least_s = delay_s
             return False

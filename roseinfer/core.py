@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from roseinfer.admission import RELEASED, Admission
+from roseinfer.admission import RELEASED, RESERVED, Admission
 from roseinfer.errors import (
     InputError,
     InvariantError,
@@ -39,6 +39,7 @@ class Core:
     ) -> None:
         self.admission = admission
         self.scheduler = Scheduler(limits, kv_cache, admission, policy, self._drop)
+        self._most_unread = 0
         self._dropped: list[TokenEvent] = []
         self._evicted_early: list[Request] = []  # before they came here
         self.max_model_len = max_model_len
@@ -261,13 +262,14 @@ class Core:
         request.finished_s = now
         del self._live[request.request_id]
         self.scheduler.remove(request)
-        if request.ticket.work is not None:
+        if request.ticket.work is not None or request.ticket.state is RESERVED:
             self.admission.ended(request.ticket)
         if reason is ABORT and not request.holds_slot:
             self.admission.release(request.ticket, now)
         else:
             self._unread.append(request)
             # One stream that nobody reads must not keep all that were read after it in memory.
-            if len(self._unread) > 2 * self.admission.inflight + STALE_SLACK:
+            if len(self._unread) > max(2 * self.admission.inflight + STALE_SLACK, self._most_unread):
                 self._unread = deque(r for r in self._unread if not r.ticket.is_over)
+                self._most_unread = 2 * len(self._unread) + STALE_SLACK  # evicted ones hold no slot
         return TokenEvent(request.request_id, token_id, now, reason, error)

@@ -80,6 +80,13 @@ QUEUE_TIMEOUT: Final = "queue-timeout"
 """The reason of one that was dropped because its first token could not be there in time any more."""
 
 
+SLO_NEVER_MET: Final = "slo-never-met"
+"""The same of a request that would miss the goal alone as well."""
+
+NEVER: Final = (TOKENS_NEVER_FIT, SLO_NEVER_MET)
+"""Reasons that no waiting mends: who comes back is refused again."""
+
+
 class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
     """Admission refused the request, or dropped it while it waited.
 
@@ -87,8 +94,8 @@ class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
       inflight, aimd, gradient  requests in flight when the request came; the latter two are limits that move
       tokens, tokens-never-fits tokens held when the request came, beside the `asked` of its own; the last: it alone
                                 asks for more than the budget, and no waiting mends it
-      slo                       seconds: the goal and the predicted TTFT
-      queue-timeout             seconds: how long it might wait, and had waited
+      slo, slo-never-met        seconds: the goal and the TTFT that it is expected to keep; the last: alone as well
+      queue-timeout             seconds: how long it might wait, or when its first token was due, and had waited
       codel                     seconds: the target and the delay of the request
       evicted                   classes: the request's own, and 0; its place went to a higher one
     `inflight` is always the requests in flight. `stage` is "submit", where nothing was tokenised, queued or opened for
@@ -125,10 +132,10 @@ class SchedulerManagerOverloadedError(RoseinferError, RuntimeError):
             case "tokens":
                 held = f"{measured} held, {self.asked} more asked for"
                 what = f"too many tokens in flight: {held}, limit {limit}"
-            case "slo":
+            case "slo" | "slo-never-met":
                 what = f"its first token is predicted in {measured:.3g} s, the goal is {limit:g} s"
             case "queue-timeout":
-                what = f"it waited for {measured:.3g} s of at most {limit:.3g} s"
+                what = f"after a wait of {measured:.3g} s its {limit:.3g} s were over, or too short"
             case "codel":
                 what = f"it waited for {measured:.3g} s in a queue that stands, the target is {limit:g} s"
             case "evicted":

@@ -53,7 +53,7 @@ class Forecast:
         self.between = between
         self.seats = seats
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.backlog = Backlog(step)
+        self.backlog = Backlog()
         self.correction = 1.0
         self._constant_s = step.constant_s + between.constant_s
         self._n_observed = 0

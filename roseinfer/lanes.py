@@ -10,42 +10,61 @@ if TYPE_CHECKING:
 STALE_SLACK: Final = 64
 
 
-class Lanes:
-    """Tickets by class (0 is the highest), each lane in the order in which they came.
+class _Lane:
+    """One class: who came in which order, and how many of them wait and hold how many tokens."""
 
-    A ticket stays after it has left the queue, and is skipped; it is forgotten in time.
-    """
+    __slots__ = ("held_tokens", "tickets", "waiting")
 
     def __init__(self) -> None:
-        self._lanes: dict[int, list[Ticket]] = {}
-        self._size = 0
+        self.tickets: list[Ticket] = []  # those that wait no longer are skipped, and forgotten in time
+        self.waiting = 0
+        self.held_tokens = 0
 
-    def add(self, ticket: Ticket, n_waiting: int) -> None:
-        """`n_waiting`: how many tickets wait now, in all lanes."""
-        self._lanes.setdefault(ticket.priority, []).append(ticket)
-        self._size += 1
-        if self._size > 2 * n_waiting + STALE_SLACK:
-            for priority, lane in self._lanes.items():
-                self._lanes[priority] = [one for one in lane if one.is_waiting]
-            self._size = sum(map(len, self._lanes.values()))
+
+class Lanes:
+    """Tickets by class; 0 is the highest. Classes in which nobody waits cost nothing."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+
+    def add(self, ticket: Ticket) -> None:
+        """It waits from now on."""
+        lane = self._lanes.setdefault(ticket.priority, _Lane())
+        lane.tickets.append(ticket)
+        lane.waiting += 1
+        lane.held_tokens += ticket.held_tokens
+        if len(lane.tickets) > 2 * lane.waiting + STALE_SLACK:
+            lane.tickets = [one for one in lane.tickets if one.is_waiting]
+
+    def resize(self, ticket: Ticket, more_tokens: int) -> None:
+        """It holds so many more tokens than when it came, and waits still."""
+        self._lanes[ticket.priority].held_tokens += more_tokens
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no longer, whatever became of it."""
+        lane = self._lanes[ticket.priority]
+        lane.waiting -= 1
+        lane.held_tokens -= ticket.held_tokens
+        if not lane.waiting:
+            del self._lanes[ticket.priority]
 
     def victims(self, priority: int, slots: int, tokens: int) -> list[Ticket] | None:
         """The fewest that have to go so that one of the class `priority` gets so many slots and tokens: the newest of
         the lowest class first, and only of classes below its own. None where all of them would not do.
         """
+        lower = sorted((one for one in self._lanes if one > priority), reverse=True)
+        lanes = [self._lanes[one] for one in lower]
+        if sum(lane.waiting for lane in lanes) < slots or sum(lane.held_tokens for lane in lanes) < tokens:
+            return None  # told from the sums: refusing must not take longer the more there are
         found: list[Ticket] = []
-        for lower in sorted(self._lanes, reverse=True):
-            if lower <= priority:
-                break
-            lane = self._lanes[lower]
-            while lane and not lane[-1].is_waiting:
-                lane.pop()
-                self._size -= 1
-            for ticket in reversed(lane):
+        for lane in lanes:
+            while lane.tickets and not lane.tickets[-1].is_waiting:
+                lane.tickets.pop()
+            for ticket in reversed(lane.tickets):
                 if slots <= 0 and tokens <= 0:
                     return found
                 if ticket.is_waiting:
                     found.append(ticket)
                     slots -= 1
                     tokens -= ticket.held_tokens
-        return found if slots <= 0 and tokens <= 0 else None
+        return found

@@ -177,10 +177,11 @@ class SchedulerManager:
             raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
         is_text = isinstance(prompt, str)
         prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
-        if self.admission.has_lanes and not is_text:
-            self._core.check_fits(
-                prompt_tokens, params.max_new_tokens
-            )  # nobody is evicted for what cannot run
+        if self.admission.has_lanes:  # nobody is evicted for what cannot run
+            if isinstance(prompt, str):
+                _check_text(prompt)
+            else:
+                self._checked_ids(prompt, params)
         ticket = self.admission.reserve(
             self._clock(),
             prompt_tokens + params.max_new_tokens,

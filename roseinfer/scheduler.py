@@ -108,17 +108,18 @@ class Scheduler:
         self.waiting[request.request_id] = request
         if self._policy.timeout_s is not None:
             self._timeouts.push(request.reserved_s + self._policy.timeout_s, request)
+        if request.deadline_s is not None:
+            self._timeouts.push(request.deadline_s, request)
         if request.prompt_ids is not None:
             self.ready(request)
 
     def ready(self, request: Request) -> None:
         """The request's prompt is tokenised."""
         self._ready.push(request)
-        if request.deadline_s is not None:
-            # What its own prefill takes at least, where that is known, cannot be made up for.
-            forecast = self.admission.forecast
-            prefill_s = 0.0 if forecast is None else forecast.prefill_s(request.prompt_len)
-            self._timeouts.push(request.deadline_s - prefill_s, request)
+        forecast = self.admission.forecast
+        if request.deadline_s is not None and forecast is not None:
+            # What its own prefill takes at least cannot be made up for.
+            self._timeouts.push(request.deadline_s - forecast.prefill_s(request.prompt_len), request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees its KV cache.
@@ -211,8 +212,7 @@ class Scheduler:
         """
         codel, running, kv_cache = self._policy.codel, self.running, self.kv_cache
         while len(running) < self._seats:
-            newest = self._policy.newest_first and codel is not None and codel.is_overloaded
-            head = self._ready.head(newest=newest)
+            head = self._ready.head()
             if head is None:
                 return None
             max_len = head.max_len
@@ -220,10 +220,19 @@ class Scheduler:
             prefix = kv_cache.find_prefix(head.prompt_ids)
             if not kv_cache.can_allocate(max_len, prefix):
                 return None
+            if codel is not None:
+                # Judged by the one that waits longest, whoever is taken up: the newest has never waited for long.
+                waited_s = now - head.ready_s
+                if codel.should_drop(now, waited_s):
+                    self._shed(head, now, "codel", codel.target_s, waited_s)
+                    continue
+                if self._policy.newest_first and codel.is_overloaded:
+                    newest = self._ready.head(newest=True)
+                    assert newest is not None
+                    if not self.kv_cache.can_allocate(newest.max_len):
+                        return None
+                    head, max_len = newest, newest.max_len
             ticket, waited_s = head.ticket, now - head.ready_s
-            if codel is not None and codel.should_drop(now, waited_s):
-                self._shed(head, now, "codel", codel.target_s, waited_s)
-                continue
             if not self.admission.start(ticket, waited_s):
                 if not ticket.is_evicted:
                     raise InvariantError(f"request {head.request_id} waits without a slot")

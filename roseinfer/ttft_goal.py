@@ -39,13 +39,14 @@ class TtftGoal:
         ticket.predicted_ttft_s = predicted_s
         return predicted_s * self.margin.factor
 
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing left to compute, whoever still reads."""
+        return not self.forecast.backlog.inflight
+
     def is_hopeless(self, ticket: Ticket) -> bool:
         """It would miss the goal alone as well, by the cost model as it came."""
         return self.forecast.prefill_s(self._expected_tokens(ticket)) > self.goal_s * self.forecast.correction
-
-    def wait_s(self, ticket: Ticket, late_s: float) -> float | None:
-        """When to come back. Never, where no waiting mends it."""
-        return None if self.is_hopeless(ticket) else late_s - self.goal_s
 
     def enter(self, ticket: Ticket) -> None:
         """The request is in."""

@@ -5,7 +5,8 @@ Every order is a static key in seconds, so that nothing has to be sorted again a
   spf   shortest prefill first: a prompt token is worth SPF_S_PER_TOKEN of waiting
   edf   earliest deadline first; who has none counts as one who came EDF_WITHOUT_S before his
 Lanes come on top: each class behind the first is worth `priority_age_s` of waiting. So a request is passed only by
-those that come less than that after it, per class between them: nobody starves.
+those that come less than that after it, per class between them: nobody who keeps its place starves. (Where there is
+no room at the door, a higher class takes a place away; who loses it is told at once.)
 """
 
 from __future__ import annotations

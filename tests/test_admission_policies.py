@@ -244,3 +244,17 @@ def test_a_victim_whose_stream_was_closed_a_moment_ago_loses_its_slot_once() -> 
     counts = admission.counts()
     assert (counts.inflight, counts.reserved, counts.released) == (2, 3, 1)
     assert not victim.is_evicted
+
+
+def test_the_hint_of_a_limit_that_fell_counts_all_the_places_that_are_missing() -> None:
+    admission = made("aimd:init=10")
+    tickets = [reserve(admission, 10) for _ in range(10)]
+    for now in (1.0, 2.0, 3.0):
+        admission.release(tickets.pop(), now)
+        tickets.append(reserve(admission, 10, now=now))
+    assert refused(admission, 10).retry_after_s == pytest.approx(1.0)
+    assert admission.adaptive is not None
+    admission.adaptive.limit = 4
+    with pytest.raises(SchedulerManagerOverloadedError) as caught:
+        reserve(admission, 10, now=3.0)
+    assert caught.value.retry_after_s == pytest.approx(7.0)  # one place a second, seven are missing

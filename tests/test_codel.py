@@ -107,3 +107,16 @@ def test_a_queue_within_the_target_is_left_alone_for_ever_after_one_interval(bef
     decisions(codel, [(start_s, 0.5), (start_s + 10.0, 0.5)])
     assert not any(decisions(codel, [(start_s + 11.0 + at, 0.5) for at in range(30)]))
     assert not is_overloaded(codel)
+
+
+def test_a_verdict_of_long_ago_sheds_nobody_of_a_fresh_burst() -> None:
+    codel = CoDel(1.0, 10.0)
+    decisions(codel, [(0.0, 3.0), (5.0, 4.0)])
+    assert decisions(codel, [(3600.0, 0.0), (3603.0, 3.0)]) == [False, False]
+    assert not is_overloaded(codel)
+
+
+def test_a_verdict_of_the_interval_before_holds() -> None:
+    codel = CoDel(1.0, 10.0)
+    decisions(codel, [(0.0, 3.0), (5.0, 4.0)])
+    assert decisions(codel, [(19.9, 3.0), (20.0, 3.0)]) == [False, True]

@@ -109,15 +109,15 @@ def test_what_is_left_of_one_request() -> None:
     forecast = forecast_of(EVERYTHING_COSTS)
     work = forecast.enter(4, 3)
     # Its tokens attend to 1 + 2 + 3 + 4, its two decodes to 5 + 6.
-    assert work.prefill_left_s == pytest.approx(0.04 + 10e-5)
-    assert work.decode_left_s == pytest.approx(0.2 + 11e-4)
+    assert (work.prefill_tokens, work.pairs) == (4, 10)
+    assert (work.decodes, work.context_tokens) == (2, 11)
     forecast.start(work)
     forecast.advance(work, 3)
-    assert work.prefill_left_s == pytest.approx(0.01 + 4e-5)
+    assert (work.prefill_tokens, work.pairs) == (1, 4)
     forecast.advance(work, 1)
     forecast.advance(work, 1)
-    assert work.prefill_left_s == 0.0
-    assert work.decode_left_s == pytest.approx(0.1 + 6e-4)
+    assert (work.prefill_tokens, work.pairs) == (0, 0)
+    assert (work.decodes, work.context_tokens) == (1, 6)
 
 
 # ---- against the simulator ----

@@ -142,6 +142,18 @@ def test_newest_first_only_while_overloaded() -> None:
     assert served(policy + ":newest-first")[:6] == [0, 1, 2, 3, 4, 5]
 
 
+def test_newest_first_is_judged_by_the_one_that_waits_longest() -> None:
+    """Overloaded, the oldest is shed and the newest served, whose own short wait says nothing of the queue."""
+    driver = CoreDriver(batch=1, policy="codel:target=500ms:interval=2500ms:newest-first")
+    for _ in range(8):
+        driver.add(max_new_tokens=1)
+    for _ in range(7):  # to 7 s: overloaded since 6 s
+        driver.step()
+    newest = driver.add(max_new_tokens=1)
+    assert driver.step() == [(newest.request_id, 0, 4)]
+    assert drops(driver) == [(6, "codel", 0.5, 7.0)]  # 7 was the newest at 6 s
+
+
 # ---- order ----
 
 
@@ -306,6 +318,19 @@ def test_nobody_starves_and_no_limit_is_passed(arrivals: list[tuple[int, int, fl
         assert passed_s <= age_s * max(0, second.priority - first.priority)
     ends = {event.request_id: event for event in driver.events if event.finish_reason is not None}
     assert ends.keys() == came_s.keys()
+
+
+def test_evicted_ones_that_nobody_reads_are_not_looked_through_at_every_end() -> None:
+    driver = CoreDriver(batch=1, policy="inflight:2+priority")
+    driver.add(max_new_tokens=1000, ignore_eos=True)
+    filtered = 0
+    for low in range(400):
+        driver.add(priority=500 - low)  # each takes the place of the one before
+        before = driver.core._unread
+        driver.step()
+        filtered += driver.core._unread is not before
+    assert len(drops(driver)) == len(driver.core._unread) == 399
+    assert filtered <= 6  # each time that they have become twice as many
 
 
 @pytest.mark.parametrize("scheduling", ["lifo", "", "FCFS"])

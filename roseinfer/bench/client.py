@@ -120,6 +120,7 @@ class Client:
         """From the first arrival to the last delivery, or to a signal that interrupts it (see `termination.held`)."""
         attempts = [] if self._scheduled_s is None else [Attempt(at_s) for at_s in self._scheduled_s]
         interrupted_s = None
+        between_tries: list[Attempt] = []  # when an interruption came
         with held():
             try:
                 if self._scheduled_s is None:
@@ -132,19 +133,24 @@ class Client:
             except Interruption:
                 if self._resender is not None:
                     self._resender.stop()
+                    between_tries = self._resender.waiting()
                 self._consumer.give_up_all()
                 self._consumer.finish(len(self._answered))
                 interrupted_s = self._consumer.interrupted_s or clock()
                 for attempt in attempts[self._n_sent :]:
                     if attempt.unsent_because is None:
                         attempt.gave_up_s, attempt.unsent_because = interrupted_s, INTERRUPTED
+        for attempt in between_tries:
+            attempt.is_interrupted = True
         for request_id, (_, attempt, stream) in self._answered.items():
             attempt.prompt_tokens = stream.prompt_tokens
             attempt.cached_tokens = stream.cached_tokens
             attempt.inflight = stream.inflight_before
             attempt.predicted_ttft_s = stream.predicted_ttft_s
             attempt.gave_up_s = self._consumer.gave_up_s.get(request_id)
-            attempt.is_interrupted = attempt.gave_up_s is not None and attempt.gave_up_s == interrupted_s
+            attempt.is_interrupted |= attempt.gave_up_s is not None and attempt.gave_up_s == interrupted_s
+        for attempt in between_tries:
+            attempt.gave_up_s = interrupted_s
         for received_s, events in self._consumer.batches:
             for request_id, its_events in _by_request(events).items():
                 if request_id not in self._answered:

@@ -17,8 +17,8 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     cached_tokens                                 rows that were scheduled          what the server counts, or null
     waiting_at_send                               rows that were sent, first try    null
     inflight_at_send                              admission's own count, first try  what this client had outstanding
-    predicted_ttft_s                              admitted rows, by a policy with a null
-                                                  cost model: from reserved_s on
+    predicted_ttft_s                              admitted rows, under slo: from    null
+                                                  reserved_s on
     priority                                      the name of its class, null where all are alike; the same
     status_code, server_queue_s, server_prefill_s null                              as the server says
 

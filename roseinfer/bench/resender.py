@@ -93,6 +93,11 @@ class Resender:
         if self._failure is not None:
             raise self._failure
 
+    def waiting(self) -> list[Attempt]:
+        """The last tries of those for whom another would follow."""
+        with self._condition:
+            return [offer.attempt for _, _, offer in self._due]
+
     def close(self) -> None:
         """No other try follows, whoever waits for one."""
         with self._condition:

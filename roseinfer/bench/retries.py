@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 from typing import Final
 
-from roseinfer.errors import TOKENS_NEVER_FIT, SchedulerManagerOverloadedError
+from roseinfer.errors import NEVER, SchedulerManagerOverloadedError
 
 RETRIES: Final = ("none", "immediate", "exponential", "retry-after")
 
@@ -94,6 +94,6 @@ class Retrier:
         """`delay_s` after a try that ended with this error of an engine; None: its client did not wait for the end."""
         if failure is None:
             return self.delay_s(request_index, n_tries, left_s=left_s)
-        if not isinstance(failure, SchedulerManagerOverloadedError) or failure.reason == TOKENS_NEVER_FIT:
+        if not isinstance(failure, SchedulerManagerOverloadedError) or failure.reason in NEVER:
             return None  # no waiting mends it
         return self.delay_s(request_index, n_tries, retry_after_s=failure.retry_after_s, left_s=left_s)

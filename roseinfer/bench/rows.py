@@ -151,6 +151,9 @@ def request_row(attempt: Attempt, t0: float) -> dict[str, Any]:
         "inflight_at_send": first.inflight,
     }
     returned_s = _since(t0, attempt.returned_s)
+    if attempt.failure is not None and attempt.is_interrupted:  # it would have tried again
+        gave_up_s = _since(t0, attempt.gave_up_s)
+        return row | {"outcome": Outcome.INCOMPLETE, "ended_s": gave_up_s, "error": INTERRUPTED}
     if isinstance(attempt.failure, SchedulerManagerOverloadedError):
         return row | {
             "outcome": Outcome.REJECTED,

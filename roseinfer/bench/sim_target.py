@@ -211,7 +211,9 @@ class SimTarget:
         return SimLimits(
             admission=str(cell.admission),
             scheduling=options.scheduling,
-            cost_model=self._cost_model if cell.admission.needs_cost_model else None,
+            cost_model=self._cost_model
+            if cell.admission.needs_cost_model or options.ttft_deadline is not None
+            else None,
             max_batch_size=options.max_batch_size,
             max_active_requests=options.max_active_requests,
             # As an engine on a CPU chooses it.

@@ -127,7 +127,7 @@ class InProcessTarget:
                 max_active_requests=options.max_active_requests,
                 admission=str(cell.admission),
                 scheduling=options.scheduling,
-                cost_model=self._cost_model if cell.admission.needs_cost_model else None,
+                cost_model=self._cost_model,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,

@@ -89,8 +89,10 @@ def check_target(o: RunOptions, given: Collection[str]) -> None:
         check_policy(spec, o.scheduling, has_cost_model=o.cost_model is not None, name="--admission")
     if o.target == "engine":
         _check_not_simulated(o)
-        if o.cost_model is not None and not any(spec.needs_cost_model for spec in specs):
-            raise wrong("cost_model", o, "needs --target sim, or a policy of --admission that weighs costs")
+        is_read = o.ttft_deadline is not None or any(spec.needs_cost_model for spec in specs)
+        if o.cost_model is not None and not is_read:
+            why = "needs --target sim, --ttft-deadline, or a policy of --admission that weighs costs"
+            raise wrong("cost_model", o, why)
         return
     if o.cost_model is None:
         raise wrong("target", o, "needs --cost-model")

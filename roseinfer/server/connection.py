@@ -160,7 +160,9 @@ class Connection(HttpToolsProtocol):
         self._refused = True
         self._set_deadline(False)
         if self._is_behind:
-            # Those before it are answered, and then the connection is closed.
+            # Those before it are answered, and then the connection is closed. One whose body broke would wait for it.
+            if self._in_body and self.pipeline and self.pipeline[0][0] is self.cycle:
+                self.pipeline.popleft()
             last = self.pipeline[0][0] if self.pipeline else self._answered
             assert last is not None
             last.keep_alive = False

@@ -32,6 +32,10 @@ class Metrics:
             ("tokens_limit", "Token budget of this process, +Inf without one", manager.admission.token_limit),
         ):
             Gauge(f"roseinfer_{name}", help_, registry=registry).set(float("inf") if limit is None else limit)
+        if manager.admission.moving_limit is not None:
+            Gauge(
+                "roseinfer_in_flight_moving_limit", "Where a limit that moves stands", registry=registry
+            ).set_function(lambda: manager.admission.moving_limit or 0)
         Gauge(
             "roseinfer_tokens_in_flight", "Prompt + most new tokens of all in flight", registry=registry
         ).set_function(lambda: manager.counts().held_tokens)

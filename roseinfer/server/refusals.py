@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from roseinfer.errors import (
+    NEVER,
     TOKENS_NEVER_FIT,
     InputError,
     ManagerClosedError,
@@ -46,7 +47,7 @@ class Refusal(NamedTuple):
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """Those who are told a reason are told as well when to come back, or that it is of no use."""
         headers = dict(headers or {})
-        if self.reason == TOKENS_NEVER_FIT:
+        if self.reason in NEVER:
             headers["x-should-retry"] = "false"  # no time is long enough, so none is named
             headers["x-roseinfer-reason"] = self.reason
         elif self.reason is not None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from roseinfer.chat_template import ChatTemplate, plain_chat
-from roseinfer.errors import ManagerClosedError, PromptTooLongError, RequestFailedError
+from roseinfer.errors import InputError, ManagerClosedError, PromptTooLongError, RequestFailedError
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import SamplingParams
 from roseinfer.server.bodies import BodyLimits
@@ -54,15 +54,14 @@ class Service:
         """The engine runs, or has ended because it was told to."""
         return self.manager.died_of is None
 
-    @property
-    def is_ready(self) -> bool:
-        """Requests are taken, as far as there are slots."""
-        return self.is_alive and not self.draining
-
     def accept(self, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0) -> Generation:
         """Raises what `SchedulerManager.submit` raises, ManagerClosedError while draining as well."""
         if self.draining:
             raise ManagerClosedError("draining")
+        if priority and not self.manager.admission.has_lanes:
+            raise InputError(
+                "priority", priority, "this server has no lanes: it was started without priority"
+            )
         # The manager would copy the ids and look at each before it counts them, here in the event loop.
         if not isinstance(prompt, str) and len(prompt) + params.max_new_tokens > self.max_model_len:
             raise PromptTooLongError(len(prompt), params.max_new_tokens, "context", self.max_model_len)

@@ -137,7 +137,13 @@ def test_an_interrupt_does_not_wait_for_whoever_would_come_back(monkeypatch: pyt
             burst(2, waiting_for(both_sent), max_inflight="1", retry="immediate")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert caught.value.result.requests["attempts"].tolist() == [1, 1]
+    rows = caught.value.result.requests
+    assert rows["attempts"].tolist() == [1, 1]
+    assert (rows["outcome"][1], rows["error"][1]) == (
+        Outcome.INCOMPLETE,
+        "interrupted",
+    )  # not refused for good
+    assert rows["ended_s"][1] >= rows["sent_s"][1]
 
 
 def test_a_sender_that_dies_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:

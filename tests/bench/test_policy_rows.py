@@ -106,7 +106,7 @@ def test_without_classes_and_forecast_the_new_columns_are_null(cost_file: Path) 
 
 
 def test_what_was_predicted_and_where_the_limit_stood_is_on_record(cost_file: Path) -> None:
-    result = simulated(cost_file, admission="aimd:init=5", burst_size="12")
+    result = simulated(cost_file, admission="aimd:init=5+slo:ttft=600s", burst_size="12")
     admitted = result.requests["reserved_s"].notna()
     assert (result.requests["predicted_ttft_s"].notna() == admitted).all()
     assert result.requests["predicted_ttft_s"].iloc[0] == pytest.approx(0.1)

@@ -105,11 +105,12 @@ def test_sigterm_is_held_as_well_and_its_own_handler_learns_of_it() -> None:
 
 
 def test_what_ends_the_process_or_is_ignored_is_left_alone() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with held():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
 
 
 def test_another_thread_holds_nothing() -> None:

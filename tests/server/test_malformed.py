@@ -194,6 +194,17 @@ def test_what_comes_behind_a_request_does_not_spoil_its_answer() -> None:
         assert connection.recv(1) == b""
 
 
+def test_a_body_that_breaks_behind_a_request_does_not_keep_the_connection() -> None:
+    steps = PacedSteps()
+    with served(ScriptedEngine(steps)) as one, steps, one.send({**ASKED, "stream": True}) as connection:
+        steps.permits.release()
+        read_until(connection, b'"text": "a"')
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n")
+        steps.run_free()
+        read_until(connection, b"0\r\n\r\n")
+        assert connection.recv(1) == b""
+
+
 def test_a_request_that_is_refused_unread_still_has_its_answer() -> None:
     """Nothing of its body had been read when the answer was written."""
     with served(api_key="secret") as one, one.connect() as connection:

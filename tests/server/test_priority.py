@@ -16,7 +16,7 @@ from tests.server.test_metrics import samples
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 @pytest.mark.parametrize("priority", [None, 0, 3])
 def test_every_api_takes_a_priority(path: str, priority: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with an_app() as app:
+    with an_app(admission="priority") as app:
         manager = manager_of(app)
         submit, seen = manager.submit, []
 
@@ -40,6 +40,14 @@ def test_what_is_no_class_is_refused_by_name(priority: Any) -> None:
     for answer in answers:
         assert answer.status_code == 400
         assert error_of(answer)["param"] == "priority"
+
+
+@pytest.mark.parametrize("send", [complete, chat])
+def test_a_class_that_nothing_would_read_is_refused_by_name(send: Any) -> None:
+    with an_app() as app:
+        answer = send(app, priority=1)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "priority")
+        assert send(app, priority=0).status_code == 200
 
 
 def test_a_higher_class_takes_the_place_of_one_that_waits() -> None:

@@ -96,18 +96,18 @@ def test_what_a_drain_leaves_unfinished_is_ended_with_an_error() -> None:
 
 def test_what_is_computed_may_be_read_for_the_rest_of_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roseinfer.server.process.LAST_WRITES_S", 1)
-    engine = ScriptedEngine(script="a" * 40)
+    engine = ScriptedEngine(script="\U0001f600")  # in few events or many: more bytes than the sockets hold
     with served(engine, send_buffer=4096) as one, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(one.address)
-        reader.sendall(request_bytes({"prompt": "x", "max_tokens": 1500, "stream": True}))
-        until(lambda: one.manager.inflight == 1 and len(engine.plans) == 1500)
+        reader.sendall(request_bytes({"prompt": "x", "max_tokens": 3000, "stream": True}))
+        until(lambda: one.manager.inflight == 1 and len(engine.plans) == 3000)
         one.end()
         until(lambda: (one.server.config.timeout_graceful_shutdown or 0) > 1)
         data = reader.makefile("rb").read()
         one.thread.join()
     assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert data.count(b'"text": "a') > 1
+    assert data.count("\U0001f600".encode()) + data.count(b"\\ud83d\\ude00") == 3000
 
 
 def test_an_engine_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def tie_to(parent_pid: int) -> None:
-    """Ends this process if that one is gone already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def tie_to(parent_pid: int, end: signal.Signals = signal.SIGTERM) -> None:
+    """This process gets the signal `end` when its parent dies; ends it if that one is gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, end)
     if os.getppid() != parent_pid:
         sys.exit("the process that started this one is gone")
 

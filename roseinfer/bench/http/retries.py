@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from roseinfer.bench.http.exchange import Failure, HttpAttempt
-from roseinfer.errors import TOKENS_NEVER_FIT
+from roseinfer.errors import NEVER
 
 _NO_ANSWER: Final = (Failure.REFUSED, Failure.RESET, Failure.CLOSED)
-_NEVER: Final = ("insufficient_quota", TOKENS_NEVER_FIT)
+_NEVER: Final = ("insufficient_quota", *NEVER)
 
 
 def is_worth_a_retry(attempt: HttpAttempt) -> bool:

@@ -59,7 +59,7 @@ def check_command(command: str, limits: Sequence[AdmissionSpec]) -> None:
         ) from None
     if not words:
         raise InputError("--target-cmd", command, "names no program")
-    if any(limit.tokens is not None for limit in limits):
+    if any(not limit.is_count_alone for limit in limits):
         if ADMISSION_WORD not in command or LIMIT_WORD in command:
             why = f"needs {ADMISSION_WORD} in --target-cmd, and no {LIMIT_WORD}, or the server never hears of it"
             raise InputError("--admission", ",".join(map(str, limits)), why)

@@ -29,9 +29,6 @@ from roseinfer.errors import InputError, RunError
 _STOP: Final = signal.SIGUSR1
 """What interrupts a worker: a terminal sends SIGINT to all of us, and a second one must not come so."""
 
-END_S: Final = 5.0
-"""Patience with a worker that was asked to end."""
-
 
 def play(
     endpoint: Endpoint,
@@ -129,10 +126,11 @@ def _work(pipe: Pipe, endpoint: Endpoint, load: Load, scheduled_s: list[float], 
           retrier: Retrier, worker: int, workers: int) -> None:  # fmt: skip
     """One worker: says when it is ready, is told time zero, returns what it played, until `_STOP` at most."""
     signal.signal(_STOP, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, it is for the parent to act on
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
-    tie_to(parent.pid)
+    tie_to(parent.pid, signal.SIGKILL)
     gc.freeze()
     with suppress(KeyboardInterrupt), held((_STOP,)):
         with HttpClient(
@@ -153,11 +151,8 @@ def _hear(pipe: Pipe) -> HttpPlayed:
 
 def _end(process: BaseProcess) -> None:
     """However far it is. One that has played its share is about to end on its own."""
-    process.terminate()
-    process.join(END_S)
-    if process.is_alive():
-        process.kill()
-        process.join()
+    process.kill()
+    process.join()
     process.close()
 
 

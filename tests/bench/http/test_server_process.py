@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.admission_spec import AdmissionSpec, parse_admission
 from roseinfer.bench.http import server_process
 from roseinfer.bench.http.address import Address
 from roseinfer.bench.http.server_process import ServerProcess, check_command, check_place, command_for
@@ -67,6 +67,12 @@ def test_a_limit_of_any_kind_is_set_in_full() -> None:
 def test_a_command_that_cannot_set_a_budget_is_refused(command: str) -> None:
     with pytest.raises(InputError, match=r"--admission 'inflight:4,tokens:512'.*needs {admission}"):
         check_command(command, (AdmissionSpec(4), AdmissionSpec(None, 512)))
+
+
+@pytest.mark.parametrize("admission", ["inflight:4+queue-timeout:2s", "codel", "slo:ttft=2s"])
+def test_a_command_that_sets_part_of_a_policy_is_refused(admission: str) -> None:
+    with pytest.raises(InputError, match=r"needs {admission}"):
+        check_command("serve [[--limit {max_inflight}]]", (parse_admission(admission),))
 
 
 @pytest.mark.parametrize(
