@@ -42,6 +42,7 @@ class ScriptedEngine:
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset()
     paged_attn = False
+    launches_async = False
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds

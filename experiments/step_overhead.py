@@ -44,6 +44,7 @@ class IdleEngine:
     vocab_size = 2
     eos_token_ids: frozenset[int] = frozenset()
     paged_attn = False
+    launches_async = False
 
     def __init__(self, sleep_s: float) -> None:
         self.sleep_s = sleep_s

@@ -171,6 +171,11 @@ class Engine(Protocol):
         """Attention reads KV blocks wherever they are, so that requests can share them."""
         ...
 
+    @property
+    def launches_async(self) -> bool:
+        """A launch returns before its step is computed, so that the next one can be planned meanwhile."""
+        ...
+
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Token budget of a step when the user names none; > max_batch_size."""
         ...

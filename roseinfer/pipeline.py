@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from roseinfer.executor import Executor, StepHandle, StepPlan, StepResult
+from roseinfer.nvtx import NoRanges, Ranges
 
 Counts = tuple[int, int, int, int | None]
 """Waiting, running, tokens of KV, and a limit that moves: those of a StepRecord."""
@@ -32,8 +33,9 @@ class StepFailed(Exception):  # noqa: N818 (nobody outside sees it)
 class Pipeline:
     """Launches steps on an executor, in order. Up to `depth` run on while the next is planned; with 0 none does."""
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int, ranges: Ranges = NoRanges()) -> None:  # noqa: B008 (it holds no state)
         self._executor = executor
+        self._ranges = ranges
         self._depth = depth
         self._launched: deque[Launched] = deque()
 
@@ -52,14 +54,17 @@ class Pipeline:
         failure = None
         if plan is not None:
             try:
-                self._launched.append(Launched(plan, self._executor.launch(plan), plan_start_s, counts))
+                with self._ranges.phase("launch"):
+                    handle = self._executor.launch(plan)
+                self._launched.append(Launched(plan, handle, plan_start_s, counts))
             except Exception as error:
                 failure = error
         most_left = self._depth if plan is not None and failure is None else 0
         while len(self._launched) > most_left:
             step = self._launched.popleft()
             try:
-                result = step.handle.wait()
+                with self._ranges.phase("wait"):
+                    result = step.handle.wait()
             except Exception as error:
                 failure = error
                 break

@@ -58,6 +58,7 @@ class ScriptedEngine:
     vocab_size = 0x110000
     eos_token_ids = frozenset({EOS})
     paged_attn = True
+    launches_async = False
 
     def __init__(
         self,

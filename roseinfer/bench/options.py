@@ -118,6 +118,21 @@ class RunOptions(LoadOptions, HttpOptions):
             " request. Default: on a GPU.",
         ),
     ] = None
+    cuda_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="Capture decodes of a few batch sizes once, and replay them. Default: on a GPU, where the KV cache is"
+            " read block by block.",
+        ),
+    ] = None
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx",
+            help="Mark steps and the stages of requests for Nsight Systems. Needs a torch with CUDA.",
+        ),
+    ] = False
     tokenize_workers: Annotated[
         int, whole_option(help="Threads that tokenise; with 0 the sender does it within add_request.")
     ] = 1

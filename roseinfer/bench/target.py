@@ -132,6 +132,7 @@ class InProcessTarget:
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,
                 prefix_cache=options.prefix_cache,
+                nvtx=options.nvtx,
                 clock=time.perf_counter,
                 on_step=steps.append,
             )
@@ -153,6 +154,7 @@ class _ThriftyEngine:
         self.vocab_size = engine.vocab_size
         self.eos_token_ids = engine.eos_token_ids
         self.paged_attn = engine.paged_attn
+        self.launches_async = engine.launches_async
         self.default_num_batched_tokens = engine.default_num_batched_tokens
         self.default_kv_cache_tokens = engine.default_kv_cache_tokens
         self._engine = engine

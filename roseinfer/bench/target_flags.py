@@ -29,6 +29,8 @@ OF_ENGINES: Final = (
     "warmup_runs",
     "prefix_cache",
     "paged_attn",
+    "cuda_graph",
+    "nvtx",
 )
 """Flags that a simulated engine has no use for: it has no weights, and no text."""
 
@@ -45,6 +47,8 @@ NOT_OF_SERVERS: Final = (
     "kv_cache_tokens",
     "prefix_cache",
     "paged_attn",
+    "cuda_graph",
+    "nvtx",
     "cost_model",
     "scheduling",
 )

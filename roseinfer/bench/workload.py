@@ -24,7 +24,7 @@ from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import BLOCK_ROWS, Stream, prompt_seed
 from roseinfer.bench.words import WordCounter, WordMaker
-from roseinfer.manager import Prompt
+from roseinfer.prompt import Prompt
 
 WARM_UP = 1 << 31
 """Stands for the repeat in the seed of warm-up prompts, so that no measured prompt was seen before."""

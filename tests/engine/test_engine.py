@@ -167,6 +167,7 @@ def test_a_cpu_keeps_each_request_in_one_piece_unless_told_otherwise(
         {"max_model_len": CONTEXT + 1},
         {"max_model_len": 1},
         {"num_threads": 0},
+        {"cuda_graph": True},
     ],
     ids=str,
 )

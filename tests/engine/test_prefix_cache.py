@@ -166,7 +166,7 @@ def test_copies_of_copies_read_what_was_there_before() -> None:
     kv = [(torch.rand(6 * 16, 2, 3), torch.rand(6 * 16, 2, 5)) for _ in range(2)]
     before = [[tensor.clone().view(-1, 16, *tensor.shape[1:]) for tensor in layer] for layer in kv]
     copies = [(3, 0), (0, 5), (5, 1), (3, 4)]
-    copy_blocks(kv, copies)
+    copy_blocks(kv, torch.tensor(copies))
     for layer, old_layer in zip(kv, before, strict=True):
         for tensor, old in zip(layer, old_layer, strict=True):
             expected = old.clone()

@@ -28,6 +28,8 @@ def refused(**flags: Any) -> InputError:
         ({"max_model_len": 80}, "--max-model-len"),
         ({"prefix_cache": False}, "--prefix-cache"),
         ({"paged_attn": False}, "--paged-attn"),
+        ({"cuda_graph": False}, "--cuda-graph"),
+        ({"nvtx": True}, "--nvtx"),
         ({"pretok": True}, "--pretok"),
         ({"tokenize_workers": 2}, "--tokenize-workers"),
         ({"cost_model": "x.json"}, "--cost-model"),
