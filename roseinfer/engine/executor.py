@@ -78,8 +78,8 @@ class TorchExecutor:
             chosen = self._compute(plan)
             if chosen.device.type == "cuda":
                 return self._left_running(plan, chosen, launch_s)
-        stamps = launch_s, self._clock()
-        return TorchStep(plan, chosen, lambda: stamps)
+        clock = self._clock
+        return TorchStep(plan, chosen, lambda: (launch_s, clock()))
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Float logits [sampling spans, vocab] at the last position of every span that samples."""

@@ -68,6 +68,8 @@ def test_a_folder_is_described(saved: Path) -> None:
         "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
         "kv_bytes_per_token": 2 * 2 * 2 * 12 * itemsize,
         "kv_layout": "contiguous",
+        "attention": "SDPA",
+        "cuda_graph": False,
     }
 
 
