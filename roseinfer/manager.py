@@ -25,6 +25,7 @@ from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.pipeline import Pipeline, StepFailed
 from roseinfer.policies import policies_of
+from roseinfer.prompt import Prompt, check_text, checked_ids, most_tokens
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.stream import Collector, Mailbox, RequestStream, Token
@@ -34,7 +35,6 @@ from roseinfer.waiting import FCFS
 if TYPE_CHECKING:
     from roseinfer.sim.cost_model import CostModel
 
-Prompt = str | Sequence[int]
 Command = Callable[[], list[TokenEvent]]
 
 
@@ -176,10 +176,10 @@ class SchedulerManager:
         if ttft_deadline_s is not None and not ttft_deadline_s > 0:
             raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
         is_text = isinstance(prompt, str)
-        prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
+        prompt_tokens = most_tokens(prompt) + (self._added_tokens if is_text else 0)
         if self.admission.has_lanes:  # nobody is evicted for what cannot run
             if isinstance(prompt, str):
-                _check_text(prompt)
+                check_text(prompt)
             else:
                 self._checked_ids(prompt, params)
         ticket = self.admission.reserve(
@@ -193,7 +193,7 @@ class SchedulerManager:
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
             if isinstance(prompt, str) and not prompt.isascii():
-                _check_text(prompt)
+                check_text(prompt)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
             seed = self._seed(params)
             deadline_s = None if ttft_deadline_s is None else ticket.reserved_s + ttft_deadline_s
@@ -442,14 +442,7 @@ class SchedulerManager:
         return error
 
     def _checked_ids(self, prompt: Sequence[int], params: SamplingParams) -> array[int]:
-        try:
-            ids = array("q", prompt)  # a copy of its own; refuses what is no whole number
-        except (TypeError, OverflowError) as error:
-            raise InputError("prompt", type(prompt), f"must be text or token ids ({error})") from error
-        if bool in map(type, prompt):
-            raise InputError("prompt", type(prompt), "must be text or token ids (True and False are none)")
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-            raise InputError("prompt", [min(ids), max(ids)], f"token ids must lie in [0, {self._vocab_size})")
+        ids = checked_ids(prompt, self._vocab_size)
         self._core.check_fits(len(ids), params.max_new_tokens)
         return ids
 
@@ -486,20 +479,3 @@ class SchedulerManager:
         elif request.finish_reason is not None:
             self._core.acknowledge(request, now)
         return self._core.abort(request.request_id, now)
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("prompt", prompt[error.start : error.end], "is half a character") from error
-
-
-def _most_tokens(prompt: Prompt) -> int:
-    """An upper bound of a prompt's tokens, quick: callers that are refused pay for it too."""
-    if isinstance(prompt, str):
-        # A token is a byte at least (special ones that a tokenizer adds apart), a character at most four.
-        return len(prompt) if prompt.isascii() else 4 * len(prompt)
-    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
-        raise InputError("prompt", type(prompt), "must be text or token ids")
-    return len(prompt)

@@ -29,7 +29,8 @@ from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, inte
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.manager import LONGEST_WAIT_S as QUEUE_WAIT_S
-from roseinfer.manager import Prompt, SchedulerManager
+from roseinfer.manager import SchedulerManager
+from roseinfer.prompt import Prompt
 from roseinfer.request import SamplingParams, TokenEvent
 from roseinfer.stream import RequestStream
 
