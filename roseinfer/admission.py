@@ -286,19 +286,21 @@ class Admission:
                 self.goal.tokenized(ticket, bound_prompt_tokens)
             ticket.is_bound = False
 
-    def start(self, ticket: Ticket, waited_s: float = 0.0) -> bool:
+    def start(self, ticket: Ticket, waited_s: float = 0.0, cached_tokens: int = 0) -> bool:
         """Marks the request as running, after it has waited for so long. False when its slot is gone already, and it
-        must not run.
+        must not run. Of its prompt `cached_tokens` need not be computed.
         """
         with self._lock:
             if ticket.state is not RESERVED:
                 return False
             self._waits_no_longer(ticket)
             ticket.state = STARTED
+            ticket.cost_tokens -= cached_tokens
+            self._backlog_tokens -= cached_tokens
             forecast, adaptive = self.forecast, self.adaptive
             if forecast is not None:
                 if ticket.work is not None:
-                    forecast.start(ticket.work)
+                    forecast.start(ticket.work, cached_tokens)
                 alone_s = forecast.prefill_s(ticket.prompt_tokens)
                 if adaptive is not None and alone_s > 0.0:
                     adaptive.sample((waited_s + alone_s) / alone_s, ticket.epoch, self._inflight)

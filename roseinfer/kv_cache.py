@@ -93,10 +93,11 @@ class KVCache:
                     self._cached[run] = self._cached.pop(run)
         n_blocks = blocks_for(n_tokens) - len(shared)
         row = b"\1" * n_blocks
-        # One piece is worth more than what was not used for the longest, where it is read as one piece.
-        while self._num_free < n_blocks or (
-            self._cached and not self.shares_blocks and row not in self._is_free
-        ):
+        # One piece is worth more than what was not used for the longest, where it is read as one piece and can be had.
+        wants_row = (
+            not self.shares_blocks and row not in self._is_free and bytes(n_blocks) in bytes(self._users)
+        )
+        while self._num_free < n_blocks or (wants_row and row not in self._is_free):
             self._release(next(iter(self._cached)))
         table = self._owned[request_id] = shared + self._take(n_blocks)
         self._chains[request_id] = len(shared), self._prefixes.number(shared[-1]) if shared else ROOT

@@ -116,10 +116,8 @@ class Scheduler:
     def ready(self, request: Request) -> None:
         """The request's prompt is tokenised."""
         self._ready.push(request)
-        forecast = self.admission.forecast
-        if request.deadline_s is not None and forecast is not None:
-            # What its own prefill takes at least cannot be made up for.
-            self._timeouts.push(request.deadline_s - forecast.prefill_s(request.prompt_len), request)
+        if request.deadline_s is not None and self.admission.forecast is not None:
+            self._timeouts.push(self._latest_start_s(request), request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees its KV cache.
@@ -150,7 +148,12 @@ class Scheduler:
         spans: list[Span] = []
         copies: list[tuple[int, int]] = []
         for request in self._timeouts.overdue(now):
-            self._drop_overdue(request, now)
+            # What the prefix cache has learned meanwhile need not be computed any more.
+            latest_s = self._latest_start_s(request)
+            if latest_s < now:
+                self._drop_overdue(request, now)
+            else:
+                self._timeouts.push(latest_s, request)
         half = self._half_prefilled
         # Counted from what was asked for, not from what came: right with launched steps outstanding as well.
         for request in self.running.values():
@@ -215,10 +218,8 @@ class Scheduler:
             head = self._ready.head()
             if head is None:
                 return None
-            max_len = head.max_len
-            assert head.prompt_ids is not None  # it is ready
-            prefix = kv_cache.find_prefix(head.prompt_ids)
-            if not kv_cache.can_allocate(max_len, prefix):
+            prefix = self._room_for(head)
+            if prefix is None:
                 return None
             if codel is not None:
                 # Judged by the one that waits longest, whoever is taken up: the newest has never waited for long.
@@ -229,12 +230,12 @@ class Scheduler:
                 if self._policy.newest_first and codel.is_overloaded:
                     newest = self._ready.head(newest=True)
                     assert newest is not None
-                    if not self.kv_cache.can_allocate(newest.max_len):
+                    head, prefix = newest, self._room_for(newest)
+                    if prefix is None:
                         return None
-                    head, max_len = newest, newest.max_len
-            ticket, waited_s = head.ticket, now - head.ready_s
-            if not self.admission.start(ticket, waited_s):
-                if not ticket.is_evicted:
+            cached_tokens = len(prefix) * KV_BLOCK_TOKENS
+            if not self.admission.start(head.ticket, now - head.ready_s, cached_tokens):
+                if not head.ticket.is_evicted:
                     raise InvariantError(f"request {head.request_id} waits without a slot")
                 self.drop_evicted(head, now)  # since this step's plan was begun
                 continue
@@ -242,20 +243,35 @@ class Scheduler:
             if self._policy.newest_first:
                 self._ready.forget()
             running[head.request_id] = head
-            head.block_table = kv_cache.allocate(head.request_id, max_len, prefix)
-            head.cached_tokens = head.num_scheduled = len(prefix) * KV_BLOCK_TOKENS
-            if prefix:
-                self.admission.progress([(ticket, head.num_scheduled)])
+            head.block_table = kv_cache.allocate(head.request_id, head.max_len, prefix)
+            head.cached_tokens = head.num_scheduled = cached_tokens
             if prefix and not kv_cache.shares_blocks:
                 copies += zip(prefix, head.block_table, strict=False)
-            head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
+            head.num_to_schedule = head.max_len - 1  # the last token is sampled, never computed on
             head.first_scheduled_s = now
             return head
         return None
 
+    def _room_for(self, request: Request) -> list[int] | None:
+        """Blocks that hold the beginning of its prompt; None where there is no room for the rest."""
+        assert request.prompt_ids is not None  # it is ready
+        prefix = self.kv_cache.find_prefix(request.prompt_ids)
+        return prefix if self.kv_cache.can_allocate(request.max_len, prefix) else None
+
     def drop_evicted(self, request: Request, now: float) -> None:
         """A waiting request whose slot went to a higher class."""
         self._shed(request, now, "evicted", request.priority, 0)
+
+    def _latest_start_s(self, request: Request) -> float:
+        """When it has to be taken up to be of use. What its own prefill takes at least cannot be made up for."""
+        latest_s = request.reserved_s + (self._policy.timeout_s or float("inf"))
+        if request.deadline_s is None:
+            return latest_s
+        own_s, forecast = 0.0, self.admission.forecast
+        if request.prompt_ids is not None and forecast is not None:
+            cached_tokens = len(self.kv_cache.find_prefix(request.prompt_ids)) * KV_BLOCK_TOKENS
+            own_s = forecast.prefill_s(request.prompt_len - cached_tokens)
+        return min(latest_s, request.deadline_s - own_s)
 
     def _drop_overdue(self, request: Request, now: float) -> None:
         ends_s = request.reserved_s + (self._policy.timeout_s or float("inf"))

@@ -331,6 +331,25 @@ def test_what_was_used_longest_ago_makes_room_for_one_piece_where_blocks_are_not
     cache.check()
 
 
+def test_nothing_is_evicted_for_a_piece_that_cannot_be_had() -> None:
+    cache = KVCache(12, prefix_cache=True, shares_blocks=False)
+    for request_id, n_blocks in enumerate((3, 1, 4, 1)):
+        cache.allocate(request_id, n_blocks * 16)
+    cache.publish(0, known([7] * 48), 48)
+    cache.free(0)
+    cache.free(2)
+    assert cache.allocate(4, 6 * 16) == [
+        4,
+        5,
+        6,
+        7,
+        9,
+        10,
+    ]  # 3 and 8 are in use, so four is the longest piece
+    assert len(cache.find_prefix([7] * 48)) == 2
+    cache.check()
+
+
 @pytest.mark.parametrize("shares_blocks", [True, False])
 def test_the_least_recently_used_are_evicted_first(shares_blocks: bool) -> None:
     cache = KVCache(8, prefix_cache=True, shares_blocks=shares_blocks)

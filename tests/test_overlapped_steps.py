@@ -109,6 +109,21 @@ def test_an_abort_in_flight_frees_once_when_its_last_step_is_taken_in() -> None:
     assert engine.done[-2:] == ["wait 1", "wait 2"]
 
 
+def test_a_stop_in_flight_frees_memory_once_and_keeps_its_slot_until_its_reader_leaves() -> None:  # case B6
+    engine = Noted()
+    manager = overlapped(engine)
+    stream = manager.submit([1], SamplingParams(100))
+    for _ in range(3):
+        turn(manager)
+    stream.stop()
+    finish(manager)
+    assert engine.done[-2:] == ["wait 1", "wait 2"]
+    assert manager._core.scheduler.kv_cache.used_tokens == 0
+    assert manager.inflight == 1
+    stream.close()
+    assert manager.inflight == 0
+
+
 def test_closing_waits_for_what_is_launched() -> None:
     engine = Noted()
     manager = overlapped(engine)

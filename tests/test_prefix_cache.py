@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roseinfer.errors import SchedulerManagerOverloadedError
 from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan, step_token_ids
 from roseinfer.request import Request
 from tests.scripted import CoreDriver
@@ -216,14 +218,34 @@ scripts = st.lists(
 )
 
 
+policies = st.sampled_from(
+    [
+        (None, "fcfs"),
+        ("codel:target=500ms:interval=1500ms:newest-first", "fcfs"),
+        ("inflight:6+priority:age=2s", "fcfs"),
+        ("queue-timeout:3s", "spf"),
+    ]
+)
+
+
 @layouts
-@given(scripts, st.integers(1, 4), st.integers(5, 60), st.sampled_from([7, 12, 40]))
+@given(scripts, st.integers(1, 4), st.integers(5, 60), st.sampled_from([7, 12, 40]), policies)
 def test_every_request_reads_its_own_tokens_whatever_happens(
-    shares_blocks: bool, script: list[tuple[str, int, list[int]]], batch: int, budget: int, num_blocks: int
-) -> None:  # cases B1, B2, B3, B4, B6, B24
+    shares_blocks: bool,
+    script: list[tuple[str, int, list[int]]],
+    batch: int,
+    budget: int,
+    num_blocks: int,
+    policy: tuple[str | None, str],
+) -> None:  # cases B1, B2, B3, B4, B5, B6, B24
     """Prompts of few kinds of blocks, over memory that is soon short, with up to two steps outstanding."""
     driver = a_driver(
-        shares_blocks=shares_blocks, batch=batch, budget=max(budget, batch + 1), kv_tokens=16 * num_blocks
+        shares_blocks=shares_blocks,
+        batch=batch,
+        budget=max(budget, batch + 1),
+        kv_tokens=16 * num_blocks,
+        policy=policy[0],
+        scheduling=policy[1],
     )
     memory = Memory()
     launched: list[tuple[StepPlan, list[list[int]]]] = []
@@ -244,7 +266,9 @@ def test_every_request_reads_its_own_tokens_whatever_happens(
     for what, n, prompt in script:
         match what:
             case "add" if len(prompt) * 16 + n + 1 + 20 <= 16 * num_blocks:
-                driver.add([5 + kind for kind in prompt for _ in range(16)] + [9] * n + [8], 1 + n)
+                ids = [5 + kind for kind in prompt for _ in range(16)] + [9] * n + [8]
+                with suppress(SchedulerManagerOverloadedError):
+                    driver.add(ids, 1 + n, priority=n % 3)
             case "abort" if driver.requests:
                 driver.abort(driver.requests[n % len(driver.requests)])
             case "launch" if len(launched) < 2:

@@ -217,6 +217,13 @@ def derive(requests: pd.DataFrame, only: Collection[str] = ()) -> pd.DataFrame:
     return r.assign(**{name: formulas[name]() for name in only or formulas})
 
 
+def cached_share(requests: pd.DataFrame) -> float | None:
+    """The share of their prompt tokens that came from a prefix cache, of the requests of which that is known."""
+    known = requests[requests["cached_tokens"].notna()]
+    total = float(known["prompt_tokens"].sum())
+    return float(known["cached_tokens"].sum()) / total if total else None
+
+
 def rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:
     """These rows of `frame`; without a copy where they lie together, as those of a file do."""
     first, last = int(places[0]), int(places[-1])

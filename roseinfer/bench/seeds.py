@@ -34,8 +34,8 @@ def block_rngs(seed: int, repeat: int, stream: Stream) -> Iterator[np.random.Gen
 
 
 def prompt_seed(seed: int, repeat: int, shape: int) -> int:
-    """What the texts of a repeat follow from; `shape` counts the shapes of its cells.
+    """What the texts of a repeat follow from; `shape` counts the shapes of cells that one server meets, from 0.
 
-    Texts of two shapes are not alike: a server that has met the one must not know the other.
+    Texts of two shapes are not alike then: a server that has met the one must not know the other.
     """
     return int(np.random.SeedSequence([seed, repeat, shape]).generate_state(1)[0])

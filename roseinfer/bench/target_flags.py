@@ -128,7 +128,9 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
 
     address = Address.parse(o.target)
     for field in NOT_OF_SERVERS:
-        if field in given and getattr(o, field) != RunOptions.__dataclass_fields__[field].default:
+        value = getattr(o, field)
+        is_off = value is False and RunOptions.__dataclass_fields__[field].default is False
+        if field in given and value is not None and not is_off:
             raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
     _check_not_simulated(o)
     if o.ray is not None:

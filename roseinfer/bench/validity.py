@@ -264,9 +264,13 @@ def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) 
 
 
 def _cached(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
-    """Prompts that share nothing find nothing in a cold prefix cache. A few equal tokens may be chance."""
+    """Prompts that share nothing find nothing in a cold prefix cache. A few equal tokens may be chance.
+
+    Who tries again may find what an earlier try of the same prompt left, which its client gave up while it ran.
+    """
     if facts.may_be_cached:
         return []
+    requests = requests[requests["attempts"] == 1]
     cached_tokens = requests["cached_tokens"].fillna(0).to_numpy(dtype=np.float64)
     hits = requests["request_index"].to_numpy()[cached_tokens >= KV_BLOCK_TOKENS]
     if not hits.size:

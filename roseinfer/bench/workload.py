@@ -71,7 +71,9 @@ class WorkloadSource:
     ) -> None:
         options = experiment.options
         self._experiment = experiment
-        shapes = dict.fromkeys(cell.shape for cell in experiment.cells)
+        # One server may meet several shapes; an engine starts each cell with a cold cache, so its prompts are the same
+        # whatever cells are beside it.
+        shapes = dict.fromkeys(cell.shape for cell in experiment.cells) if experiment.is_http else ()
         self._shapes = {shape: place for place, shape in enumerate(shapes)}
         self._encode = None if tokenizer is None else tokenizer.encode
         self._given = None if options.prompt is None else options.prompt * options.prompt_repeats

@@ -463,6 +463,13 @@ def test_hits_that_were_asked_for_are_none_of_its_business() -> None:
     assert check_cell(burst, replace(facts_of(burst), may_be_cached=True)) == []
 
 
+def test_who_tries_again_may_find_what_its_own_earlier_try_left() -> None:  # --per-try-timeout
+    burst = change(measured(limit=None), 2, "cached_tokens", 16)
+    facts = replace(facts_of(burst), may_be_cached=False)
+    assert check_cell(change(burst, 2, "attempts", 2), facts) == []
+    assert check_cell(change(burst, 3, "attempts", 2), facts) != []
+
+
 @pytest.mark.parametrize("cached_tokens", [None, 0, 15])
 def test_fewer_equal_tokens_than_a_block_may_be_chance(cached_tokens: int | None) -> None:
     burst = measured(limit=None).assign(cached_tokens=cached_tokens)
