@@ -56,16 +56,17 @@ class Agreement(NamedTuple):
 def compare_paths(device: torch.device) -> dict[str, Agreement | None]:
     """Tokens that are the same, by pair of paths; None for a pair that needs a GPU, where there is none."""
     agreements: dict[str, Agreement | None] = {}
+    answers: dict[Path, list[int]] = {}
     for name, pair in PAIRS.items():
         if device.type != "cuda" and any(path.cuda_graph for path in pair):
             agreements[name] = None
             continue
-        same = compared = 0
-        for family in FAMILIES:
-            one, other = (_tokens(_tiny_engine(family, device, path), path) for path in pair)
-            compared += len(one)
-            same += sum(a == b for a, b in zip(one, other, strict=True))
-        agreements[name] = Agreement(same, compared)
+        for path in pair:
+            if path not in answers:
+                engines = [_tiny_engine(family, device, path) for family in FAMILIES]
+                answers[path] = [token_id for engine in engines for token_id in _tokens(engine, path)]
+        one, other = (answers[path] for path in pair)
+        agreements[name] = Agreement(sum(a == b for a, b in zip(one, other, strict=True)), len(one))
     return agreements
 
 

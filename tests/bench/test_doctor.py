@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from roseinfer.engine import ceilings
 from roseinfer.tokenization import builtin_tokenizer
 from tests.bench.asking import Ask
 from tests.engine.tiny_models import CONFIGS, make_engine, make_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products take longer on two threads than on one, far longer beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
