@@ -103,6 +103,16 @@ def test_sampled_streams_do_not_depend_on_the_path(kind: str, loop: str) -> None
     assert streams(kind, 4, loop) == streams("eager", 1, "plain")
 
 
+@pytest.mark.parametrize("kind", ["FA2", "FA3"])
+def test_a_chunk_in_front_is_no_part_of_what_others_attend_to(kind: str) -> None:
+    driver = Driver(cast("InferenceEngine", gpu(kind=kind)))
+    chunked, whole = (driver.request(prompt_of(length), max_new_tokens=4) for length in (20, 9))
+    driver.step((chunked, 12), whole)
+    while len(chunked.output_ids) < 4:
+        driver.step(chunked, *[whole] * (len(whole.output_ids) < 4))
+    assert_right("llama", chunked, whole)
+
+
 def test_decodes_are_replayed_and_nothing_else_is() -> None:
     engine = gpu()
     server = server_of(engine, budget=512, batch=3)
