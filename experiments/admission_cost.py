@@ -64,7 +64,7 @@ def main() -> None:
 
 def _p99_us(spec: str, bursts: int, size: int, *, evicts: bool = False) -> float:
     limits = SchedulerLimits(64, None, 512)
-    filling, _ = policies_of(parse_admission(spec), "fcfs", limits, COST_MODEL)
+    filling, _ = policies_of(parse_admission(spec), "fcfs", limits, COST_MODEL, num_kv_blocks=1 << 20)
     held = filling.limit, filling.token_limit, filling.adaptive
     goal = filling.goal
     filling.limit = filling.token_limit = filling.adaptive = None

@@ -41,6 +41,8 @@ class ScriptedEngine:
     max_model_len = 4096
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset()
+    paged_attn = False
+    launches_async = False
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds

@@ -75,7 +75,9 @@ class Roseinfer:
 
         steps: list[Any] = []
         params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-        with SchedulerManager(self._engine, max_batch_size=batch, on_step=steps.append) as manager:
+        with SchedulerManager(
+            self._engine, max_batch_size=batch, on_step=steps.append, prefix_cache=False
+        ) as manager:
             start_s = time.perf_counter()
             streams = [manager.submit(prompt, params) for prompt in prompts]
             ids = [[token.token_id for token in stream.tokens()] for stream in streams]

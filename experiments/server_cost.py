@@ -46,6 +46,8 @@ class SteadyEngine:
     max_model_len = 1 << 20
     vocab_size = 50257
     eos_token_ids: frozenset[int] = frozenset()
+    paged_attn = False
+    launches_async = False
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s

@@ -43,6 +43,8 @@ class IdleEngine:
     max_model_len = 1 << 16
     vocab_size = 2
     eos_token_ids: frozenset[int] = frozenset()
+    paged_attn = False
+    launches_async = False
 
     def __init__(self, sleep_s: float) -> None:
         self.sleep_s = sleep_s

@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from roseinfer.errors import (
@@ -36,73 +35,16 @@ from roseinfer.errors import (
     SchedulerManagerOverloadedError,
 )
 from roseinfer.lanes import Lanes
+from roseinfer.ticket import RELEASED, RESERVED, STARTED, Ticket
 
 if TYPE_CHECKING:
     from roseinfer.adaptive import Aimd, Gradient
-    from roseinfer.backlog import Work
     from roseinfer.executor import Span, StepPlan, StepResult
     from roseinfer.forecast import Forecast
     from roseinfer.ttft_goal import TtftGoal
 
 DRAIN_WINDOW: Final = 32
 """Releases that the drain rate is estimated from."""
-
-
-class TicketState(Enum):
-    RESERVED = "reserved"  # may still be tokenising or waiting
-    STARTED = "started"  # in a step: from here on it cannot be evicted
-    RELEASED = "released"
-
-
-RESERVED: Final = TicketState.RESERVED
-STARTED: Final = TicketState.STARTED
-RELEASED: Final = TicketState.RELEASED
-"""Looked up once: on Python 3.11 every look-up of a member takes as long as a call."""
-
-
-class Ticket:
-    """One reserved slot. Only Admission changes it."""
-
-    __slots__ = (
-        *("cost_tokens", "epoch", "held_tokens", "inflight_before", "is_bound", "is_evicted", "is_read"),
-        *("predicted_ttft_s", "priority", "prompt_tokens", "released_s", "request_id", "reserved_s"),
-        *("state", "work"),
-    )
-
-    def __init__(
-        self,
-        reserved_s: float,
-        cost_tokens: int,
-        held_tokens: int,
-        inflight_before: int,
-        prompt_tokens: int = 0,
-        priority: int = 0,
-        is_bound: bool = False,
-    ) -> None:
-        self.reserved_s = reserved_s
-        self.cost_tokens = cost_tokens  # left to compute; an upper bound until `adjust` sets the true count
-        self.held_tokens = held_tokens  # of the budget, until its release
-        self.inflight_before = inflight_before  # what the request met
-        self.released_s: float | None = None
-        self.state: TicketState = RESERVED
-        self.prompt_tokens = prompt_tokens
-        self.is_bound = is_bound  # it counts the bytes of a text that is not tokenised yet
-        self.priority = priority
-        self.request_id: int | None = None  # once the core has it
-        self.is_evicted = False  # its slot went to a higher class
-        self.is_read = False  # its reader has the end
-        self.work: Work | None = None  # what it costs by the forecast
-        self.predicted_ttft_s: float | None = None  # from its reservation on
-        self.epoch = 0  # of the adaptive limit that let it in
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.state is RESERVED
-
-    @property
-    def is_over(self) -> bool:
-        """Its slot is free, and nobody still has to read its end: an evicted one lost its slot before."""
-        return self.state is RELEASED and (self.is_read or not self.is_evicted)
 
 
 class AdmissionCounts(NamedTuple):
@@ -286,19 +228,21 @@ class Admission:
                 self.goal.tokenized(ticket, bound_prompt_tokens)
             ticket.is_bound = False
 
-    def start(self, ticket: Ticket, waited_s: float = 0.0) -> bool:
+    def start(self, ticket: Ticket, waited_s: float = 0.0, cached_tokens: int = 0) -> bool:
         """Marks the request as running, after it has waited for so long. False when its slot is gone already, and it
-        must not run.
+        must not run. Of its prompt `cached_tokens` need not be computed.
         """
         with self._lock:
             if ticket.state is not RESERVED:
                 return False
             self._waits_no_longer(ticket)
             ticket.state = STARTED
+            ticket.cost_tokens -= cached_tokens
+            self._backlog_tokens -= cached_tokens
             forecast, adaptive = self.forecast, self.adaptive
             if forecast is not None:
                 if ticket.work is not None:
-                    forecast.start(ticket.work)
+                    forecast.start(ticket.work, cached_tokens)
                 alone_s = forecast.prefill_s(ticket.prompt_tokens)
                 if adaptive is not None and alone_s > 0.0:
                     adaptive.sample((waited_s + alone_s) / alone_s, ticket.epoch, self._inflight)

@@ -90,12 +90,16 @@ class Backlog:
             work.prompt_tokens = prompt_tokens
             self._count(work, 1)
 
-    def start(self, work: Work) -> None:
+    def start(self, work: Work, cached_tokens: int = 0) -> None:
+        """`cached_tokens`, fewer than its prompt has, are there already. That is no step of its own."""
         if not work.has_left and not work.is_started:
             work.is_started = True
+            work.done_tokens = cached_tokens
+            self.prefill_tokens -= cached_tokens
+            self.pairs -= attended(0, cached_tokens)
             self.running += 1
             self.half_prefilled += 1
-            self.half_tokens += work.prompt_tokens
+            self.half_tokens += work.prefill_tokens
             self._has_begun = True
 
     def advance(self, work: Work, n_tokens: int) -> None:

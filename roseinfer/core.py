@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from roseinfer.admission import RELEASED, RESERVED, Admission
+from roseinfer.admission import Admission
 from roseinfer.errors import (
     InputError,
     InvariantError,
     PromptTooLongError,
     SchedulerManagerOverloadedError,
 )
-from roseinfer.executor import StepPlan, StepResult
+from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
 from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent, new_event
 from roseinfer.scheduler import QueuePolicy, Scheduler, SchedulerLimits
+from roseinfer.ticket import RELEASED, RESERVED
 from roseinfer.waiting import STALE_SLACK
 
 
@@ -128,8 +129,10 @@ class Core:
         """
         self.admission.progress(plan.spans)
         self.admission.observe(plan, result)
+        kv_cache = self.scheduler.kv_cache
+        caches_prefixes = kv_cache.caches_prefixes
         events = []
-        for (request, _, _, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
+        for (request, start, n_tokens, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
             request.num_pending -= 1
             if request.finish_reason is not None:
                 continue
@@ -137,6 +140,9 @@ class Core:
                 if request.num_pending == 0:
                     events.append(self._end(request, now, FinishReason.ABORT))
                 continue
+            if caches_prefixes and start // KV_BLOCK_TOKENS < (start + n_tokens) // KV_BLOCK_TOKENS:
+                # Not sooner: another request of the same step would read what is only being written.
+                kv_cache.publish(request.request_id, request.known_ids, start + n_tokens)
             if samples:
                 if token_id is None:
                     raise InvariantError(f"request {request.request_id}: a sampling span gave no token")

@@ -46,29 +46,35 @@ class Composition(NamedTuple):
     prefill_attention_pairs: int
     decode_requests: int
     context_tokens: int
+    cached_tokens: int
 
 
 class StepPlan:
-    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty, and never changed."""
+    """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty, and never changed.
 
-    __slots__ = ("_composition", "spans")
+    `copies` are pairs of KV blocks (from, to), done before anything else is written. All are read before the first is
+    written: one may stand on both sides.
+    """
 
-    def __init__(self, spans: list[Span]) -> None:
+    __slots__ = ("_composition", "copies", "spans")
+
+    def __init__(self, spans: list[Span], copies: Sequence[tuple[int, int]] = ()) -> None:
         self.spans = spans
+        self.copies = copies
         self._composition: Composition | None = None
 
     def started_ids(self) -> list[int]:
         """Requests of which nothing was planned before."""
-        return [request.request_id for request, start, _, _ in self.spans if start == 0]
+        return [request.request_id for request, start, _, _ in self.spans if start == request.cached_tokens]
 
     def composition(self) -> Composition:
-        """What it computes. A token attends to itself and to all before it."""
+        """What it computes, and what it found in the prefix cache. A token attends to itself and to all before it."""
         if self._composition is None:  # asked for by what a step costs, and again by its record
             self._composition = self._composed()
         return self._composition
 
     def _composed(self) -> Composition:
-        prefills = prefill_tokens = attention_pairs = prefill_starts = 0
+        prefills = prefill_tokens = attention_pairs = prefill_starts = cached_tokens = 0
         for request, start, n_tokens, _ in reversed(self.spans):
             prompt_ids = request.prompt_ids
             assert prompt_ids is not None
@@ -78,9 +84,11 @@ class StepPlan:
             prefill_tokens += n_tokens
             prefill_starts += start
             attention_pairs += n_tokens * start + n_tokens * (n_tokens + 1) // 2
+            if start and start == request.cached_tokens:  # its first step
+                cached_tokens += start
         decodes = len(self.spans) - prefills
         context_tokens = sum(map(_start_of, self.spans)) - prefill_starts + decodes
-        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens)
+        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens)
 
 
 class StepResult(NamedTuple):
@@ -119,7 +127,11 @@ class Executor(Protocol):
     """Computes steps one after another. Owned by one thread."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step; every request in it has its KV blocks in `request.block_table`."""
+        """Starts a step; every request in it has its KV blocks in `request.block_table`.
+
+        The step before it may still run. A span that starts past the last token that its request knows goes on from
+        the token that the step before samples.
+        """
         ...
 
 
@@ -163,6 +175,16 @@ class Engine(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
+    @property
+    def paged_attn(self) -> bool:
+        """Attention reads KV blocks wherever they are, so that requests can share them."""
+        ...
+
+    @property
+    def launches_async(self) -> bool:
+        """A launch returns before its step is computed, so that the next one can be planned meanwhile."""
+        ...
+
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Token budget of a step when the user names none; > max_batch_size."""
         ...
@@ -182,9 +204,4 @@ class Engine(Protocol):
 
 def step_token_ids(span: Span) -> Sequence[int]:
     """The input ids of a span: prompt tokens, then output tokens."""
-    request, start, end = span.request, span.start, span.start + span.n_tokens
-    assert request.prompt_ids is not None
-    n_prompt = len(request.prompt_ids)
-    if end <= n_prompt:
-        return request.prompt_ids[start:end]
-    return [*request.prompt_ids[start:], *request.output_ids[max(0, start - n_prompt) : end - n_prompt]]
+    return span.request.known_ids(span.start, span.start + span.n_tokens)

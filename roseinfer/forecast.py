@@ -73,9 +73,9 @@ class Forecast:
         """Its prompt is tokenised, and has so many tokens."""
         self.backlog.revise(work, prompt_tokens)
 
-    def start(self, work: Work) -> None:
-        """It has taken a seat, and is in the step that begins."""
-        self.backlog.start(work)
+    def start(self, work: Work, cached_tokens: int = 0) -> None:
+        """It has taken a seat, and is in the step that begins; so many tokens of its prompt need not be computed."""
+        self.backlog.start(work, cached_tokens)
 
     def advance(self, work: Work, n_tokens: int) -> None:
         """A step has computed so many tokens of it, of the prompt first. Called once a step and request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from roseinfer.admission import Ticket
+    from roseinfer.ticket import Ticket
 
 STALE_SLACK: Final = 64
 

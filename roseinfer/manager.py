@@ -23,7 +23,10 @@ from roseinfer.core import Core
 from roseinfer.errors import InputError, ManagerClosedError, check_whole
 from roseinfer.executor import Clock, Engine, IncrementalDecoder, StepRecord
 from roseinfer.kv_cache import KVCache, blocks_for
+from roseinfer.nvtx import QUEUE, TOKENIZE, ranges
+from roseinfer.pipeline import Pipeline, StepFailed
 from roseinfer.policies import policies_of
+from roseinfer.prompt import Prompt, check_text, checked_ids, most_tokens
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.stream import Collector, Mailbox, RequestStream, Token
@@ -33,7 +36,6 @@ from roseinfer.waiting import FCFS
 if TYPE_CHECKING:
     from roseinfer.sim.cost_model import CostModel
 
-Prompt = str | Sequence[int]
 Command = Callable[[], list[TokenEvent]]
 
 
@@ -57,6 +59,11 @@ class SchedulerManager:
     max_num_batched_tokens, kv_cache_tokens: token budget of a step and size of the KV cache; None asks the engine.
     tokenize_workers: threads that tokenise text prompts; with 0 the caller does it, after its reservation.
     unread_timeout_s: how long an ended stream that nobody reads keeps its slot.
+    prefix_cache: what a prompt begins with is not computed again while the KV cache still holds it, from whichever
+        request of this manager.
+    overlap_steps: launch a step while the one before it runs; None does so where the engine computes beside its
+        thread, which is on CUDA.
+    nvtx: mark steps and the stages of requests for Nsight Systems; needs a torch with CUDA.
     on_step: called by the engine thread after each step was published.
     start: False leaves the engine thread out; then `step()` turns the loop.
 
@@ -74,6 +81,9 @@ class SchedulerManager:
         tokenize_workers: int = 0,
         unread_timeout_s: float = 60.0,
         *,
+        prefix_cache: bool = True,
+        overlap_steps: bool | None = None,
+        nvtx: bool = False,
         admission: str | None = None,
         scheduling: str = FCFS,
         cost_model: CostModel | None = None,
@@ -95,12 +105,15 @@ class SchedulerManager:
             else max_num_batched_tokens,
         )
         self.limits.check()
+        self._ranges = ranges(nvtx)
         self.spec = admission_of(max_inflight_requests, admission)
         """Which requests get in."""
         kv_cache = KVCache(
             blocks_for(
                 engine.default_kv_cache_tokens(max_batch_size) if kv_cache_tokens is None else kv_cache_tokens
-            )
+            ),
+            prefix_cache=prefix_cache,
+            shares_blocks=engine.paged_attn,
         )
         self.admission, policy = policies_of(
             self.spec, scheduling, self.limits, cost_model, num_kv_blocks=kv_cache.num_blocks
@@ -127,9 +140,11 @@ class SchedulerManager:
         self._closed = False  # no new requests
         self._ended = False  # the loop has ended: no commands either
         self._died_of: BaseException | None = None
-        self._executor = engine.make_executor(
+        executor = engine.make_executor(
             num_kv_blocks=kv_cache.num_blocks, max_batch_size=self.limits.seats, clock=clock
         )
+        overlaps = engine.launches_async if overlap_steps is None else overlap_steps
+        self._pipeline = Pipeline(executor, depth=int(overlaps), ranges=self._ranges)
         self._tokenizer = engine.make_tokenizer()
         self._tokenizer_lock = threading.Lock()
         # A bound must hold where it is counted against a budget: a tokenizer may put its own tokens in front.
@@ -169,10 +184,10 @@ class SchedulerManager:
         if ttft_deadline_s is not None and not ttft_deadline_s > 0:
             raise InputError("ttft_deadline_s", ttft_deadline_s, "must be a positive number")
         is_text = isinstance(prompt, str)
-        prompt_tokens = _most_tokens(prompt) + (self._added_tokens if is_text else 0)
+        prompt_tokens = most_tokens(prompt) + (self._added_tokens if is_text else 0)
         if self.admission.has_lanes:  # nobody is evicted for what cannot run
             if isinstance(prompt, str):
-                _check_text(prompt)
+                check_text(prompt)
             else:
                 self._checked_ids(prompt, params)
         ticket = self.admission.reserve(
@@ -186,7 +201,7 @@ class SchedulerManager:
         try:
             ids = None if isinstance(prompt, str) else self._checked_ids(prompt, params)
             if isinstance(prompt, str) and not prompt.isascii():
-                _check_text(prompt)
+                check_text(prompt)
             encoded = self._encode(prompt) if isinstance(prompt, str) and self._pool is None else None
             seed = self._seed(params)
             deadline_s = None if ttft_deadline_s is None else ticket.reserved_s + ttft_deadline_s
@@ -314,28 +329,35 @@ class SchedulerManager:
     # ---- engine's side ----
 
     def step(self) -> bool:
-        """One turn of the loop: inbox, plan, compute, commit, publish. False when there was nothing to compute."""
+        """One turn of the loop: inbox, plan, compute, commit, publish. False when there was nothing to compute.
+
+        With `overlap_steps` a turn commits the step before the one that it launches.
+        """
         self._take_inbox()
         plan_start_s = self._clock()
         for request in self._core.expire(plan_start_s):
             self._streams.pop(request.request_id, None)
-        plan = self._core.plan(plan_start_s)
+        with self._ranges.phase("plan"):
+            plan = self._core.plan(plan_start_s)
         self._publish(self._core.take_dropped())
-        if plan is None:
+        if plan is None and not self._pipeline:
             return False
-        if self._collector.is_asked_for_starts and (started := plan.started_ids()):
+        if plan is not None and self._collector.is_asked_for_starts and (started := plan.started_ids()):
             self._collector.announce(started, plan_start_s)
-        try:
-            result = self._executor.launch(plan).wait()
-        except Exception as error:
-            self._publish(self._core.fail_step(error, self._clock()))
-            return True
+        if plan is not None:
+            self._ranges.started(plan)
         scheduler = self._core.scheduler
         counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
         limit = self.admission.moving_limit
-        self._publish(self._core.commit(plan, result, self._clock()))
-        if self._on_step is not None:
-            self._on_step(StepRecord(plan, result, plan_start_s, self._clock(), *counts, limit))
+        try:
+            for step, result in self._pipeline.turn(plan, plan_start_s, (*counts, limit)):
+                with self._ranges.phase("commit"):
+                    self._publish(self._core.commit(step.plan, result, self._clock()))
+                if self._on_step is not None:
+                    now = self._clock()
+                    self._on_step(StepRecord(step.plan, result, step.plan_start_s, now, *step.counts))
+        except StepFailed as failed:
+            self._publish(self._core.fail_step(failed.cause, self._clock()))
         return True
 
     def _run(self) -> None:
@@ -368,6 +390,7 @@ class SchedulerManager:
 
     def _publish(self, events: list[TokenEvent]) -> None:
         if events:
+            self._ranges.published(events)
             self._collector.publish(events)
 
     def _abort_all(self) -> list[TokenEvent]:
@@ -390,6 +413,7 @@ class SchedulerManager:
         with self._gate:
             if self._closed:
                 raise self._closed_error()
+            self._ranges.enter(request.request_id, TOKENIZE if request.prompt_ids is None else QUEUE)
             self._inbox.put(partial(self._core.submit, request))
             if self._pool is not None and isinstance(prompt, str):
                 # Inside the gate, so that `close` cannot end the workers before they know of this prompt.
@@ -412,6 +436,7 @@ class SchedulerManager:
 
     def _tokenized(self, request: Request, result: list[int] | BaseException) -> None:
         now = self._clock()
+        self._ranges.advance(request.request_id, QUEUE)
         if isinstance(result, BaseException):
             self._command(lambda: self._core.fail(request.request_id, result, self._clock()))
         else:
@@ -432,14 +457,7 @@ class SchedulerManager:
         return error
 
     def _checked_ids(self, prompt: Sequence[int], params: SamplingParams) -> array[int]:
-        try:
-            ids = array("q", prompt)  # a copy of its own; refuses what is no whole number
-        except (TypeError, OverflowError) as error:
-            raise InputError("prompt", type(prompt), f"must be text or token ids ({error})") from error
-        if bool in map(type, prompt):
-            raise InputError("prompt", type(prompt), "must be text or token ids (True and False are none)")
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-            raise InputError("prompt", [min(ids), max(ids)], f"token ids must lie in [0, {self._vocab_size})")
+        ids = checked_ids(prompt, self._vocab_size)
         self._core.check_fits(len(ids), params.max_new_tokens)
         return ids
 
@@ -476,20 +494,3 @@ class SchedulerManager:
         elif request.finish_reason is not None:
             self._core.acknowledge(request, now)
         return self._core.abort(request.request_id, now)
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("prompt", prompt[error.start : error.end], "is half a character") from error
-
-
-def _most_tokens(prompt: Prompt) -> int:
-    """An upper bound of a prompt's tokens, quick: callers that are refused pay for it too."""
-    if isinstance(prompt, str):
-        # A token is a byte at least (special ones that a tokenizer adds apart), a character at most four.
-        return len(prompt) if prompt.isascii() else 4 * len(prompt)
-    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
-        raise InputError("prompt", type(prompt), "must be text or token ids")
-    return len(prompt)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from roseinfer.errors import InputError, check_whole
 
 if TYPE_CHECKING:
-    from roseinfer.admission import Ticket
+    from roseinfer.ticket import Ticket
 
 
 class FinishReason(StrEnum):
@@ -93,6 +93,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
     num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
     num_to_schedule: int = 0  # all that ever will be, known when it is admitted to run
+    cached_tokens: int | None = None  # of its prompt, found in the prefix cache when it was admitted to run
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
     aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
     holds_slot: bool = (
@@ -104,6 +105,15 @@ class Request:
         """Prompt tokens. Only asked of tokenised requests."""
         assert self.prompt_ids is not None
         return len(self.prompt_ids)
+
+    def known_ids(self, start: int, end: int) -> Sequence[int]:
+        """Token ids of positions start .. end - 1 of prompt + output. Only asked of tokenised requests."""
+        prompt_ids = self.prompt_ids
+        assert prompt_ids is not None
+        n_prompt = len(prompt_ids)
+        if end <= n_prompt:
+            return prompt_ids[start:end]
+        return [*prompt_ids[start:], *self.output_ids[max(0, start - n_prompt) : end - n_prompt]]
 
     @property
     def ready_s(self) -> float:

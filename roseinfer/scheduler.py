@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from roseinfer.admission import RESERVED, STARTED, Admission
+from roseinfer.admission import Admission
 from roseinfer.codel import CoDel
 from roseinfer.errors import (
     QUEUE_TIMEOUT,
@@ -24,9 +24,10 @@ from roseinfer.errors import (
     SchedulerManagerOverloadedError,
     check_whole,
 )
-from roseinfer.executor import Span, StepPlan, new_span
+from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan, new_span
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.request import Request
+from roseinfer.ticket import RESERVED, STARTED
 from roseinfer.waiting import Order, ReadyQueue, Timeouts
 
 Drop = Callable[[Request, SchedulerManagerOverloadedError, float], None]
@@ -116,10 +117,8 @@ class Scheduler:
     def ready(self, request: Request) -> None:
         """The request's prompt is tokenised."""
         self._ready.push(request)
-        forecast = self.admission.forecast
-        if request.deadline_s is not None and forecast is not None:
-            # What its own prefill takes at least cannot be made up for.
-            self._timeouts.push(request.deadline_s - forecast.prefill_s(request.prompt_len), request)
+        if request.deadline_s is not None and self.admission.forecast is not None:
+            self._timeouts.push(self._latest_start_s(request), request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees its KV cache.
@@ -147,9 +146,15 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Stamps first_scheduled_s with `now`."""
+        spans: list[Span] = []
+        copies: list[tuple[int, int]] = []
         for request in self._timeouts.overdue(now):
-            self._drop_overdue(request, now)
-        spans = []
+            # What the prefix cache has learned meanwhile need not be computed any more.
+            latest_s = self._latest_start_s(request)
+            if latest_s < now:
+                self._drop_overdue(request, now)
+            else:
+                self._timeouts.push(latest_s, request)
         half = self._half_prefilled
         # Counted from what was asked for, not from what came: right with launched steps outstanding as well.
         for request in self.running.values():
@@ -163,12 +168,12 @@ class Scheduler:
             spans.append(self._take_prefill(half, budget))
             budget -= spans[-1].n_tokens
         while budget and self._half_prefilled is None:
-            head = self._take_up(now)
+            head = self._take_up(now, copies)
             if head is None:
                 break
             spans.append(self._take_prefill(head, budget))
             budget -= spans[-1].n_tokens
-        return StepPlan(spans) if spans else None
+        return StepPlan(spans, copies) if spans else None
 
     def check(self) -> None:
         """Raises InvariantError when bookkeeping contradicts itself. For tests, after every step."""
@@ -204,17 +209,18 @@ class Scheduler:
             if request.num_pending < 0 or unknown:
                 raise InvariantError(f"request {request.request_id}: tokens were computed that nobody knows")
 
-    def _take_up(self, now: float) -> Request | None:
+    def _take_up(self, now: float, copies: list[tuple[int, int]]) -> Request | None:
         """Moves the next in the queue to running if a seat and its whole KV cache are free. Drops whom the policy
-        sheds at that moment.
+        sheds at that moment. What the prefix cache has of its prompt counts as computed; it may have to be copied first
+        (`copies`).
         """
-        codel, running = self._policy.codel, self.running
+        codel, running, kv_cache = self._policy.codel, self.running, self.kv_cache
         while len(running) < self._seats:
             head = self._ready.head()
             if head is None:
                 return None
-            max_len = head.max_len
-            if not self.kv_cache.can_allocate(max_len):
+            prefix = self._room_for(head)
+            if prefix is None:
                 return None
             if codel is not None:
                 # Judged by the one that waits longest, whoever is taken up: the newest has never waited for long.
@@ -225,12 +231,12 @@ class Scheduler:
                 if self._policy.newest_first and codel.is_overloaded:
                     newest = self._ready.head(newest=True)
                     assert newest is not None
-                    if not self.kv_cache.can_allocate(newest.max_len):
+                    head, prefix = newest, self._room_for(newest)
+                    if prefix is None:
                         return None
-                    head, max_len = newest, newest.max_len
-            ticket, waited_s = head.ticket, now - head.ready_s
-            if not self.admission.start(ticket, waited_s):
-                if not ticket.is_evicted:
+            cached_tokens = len(prefix) * KV_BLOCK_TOKENS
+            if not self.admission.start(head.ticket, now - head.ready_s, cached_tokens):
+                if not head.ticket.is_evicted:
                     raise InvariantError(f"request {head.request_id} waits without a slot")
                 self.drop_evicted(head, now)  # since this step's plan was begun
                 continue
@@ -238,15 +244,35 @@ class Scheduler:
             if self._policy.newest_first:
                 self._ready.forget()
             running[head.request_id] = head
-            head.block_table = self.kv_cache.allocate(head.request_id, max_len)
-            head.num_to_schedule = max_len - 1  # the last token is sampled, never computed on
+            head.block_table = kv_cache.allocate(head.request_id, head.max_len, prefix)
+            head.cached_tokens = head.num_scheduled = cached_tokens
+            if prefix and not kv_cache.shares_blocks:
+                copies += zip(prefix, head.block_table, strict=False)
+            head.num_to_schedule = head.max_len - 1  # the last token is sampled, never computed on
             head.first_scheduled_s = now
             return head
         return None
 
+    def _room_for(self, request: Request) -> list[int] | None:
+        """Blocks that hold the beginning of its prompt; None where there is no room for the rest."""
+        assert request.prompt_ids is not None  # it is ready
+        prefix = self.kv_cache.find_prefix(request.prompt_ids)
+        return prefix if self.kv_cache.can_allocate(request.max_len, prefix) else None
+
     def drop_evicted(self, request: Request, now: float) -> None:
         """A waiting request whose slot went to a higher class."""
         self._shed(request, now, "evicted", request.priority, 0)
+
+    def _latest_start_s(self, request: Request) -> float:
+        """When it has to be taken up to be of use. What its own prefill takes at least cannot be made up for."""
+        latest_s = request.reserved_s + (self._policy.timeout_s or float("inf"))
+        if request.deadline_s is None:
+            return latest_s
+        own_s, forecast = 0.0, self.admission.forecast
+        if request.prompt_ids is not None and forecast is not None:
+            cached_tokens = len(self.kv_cache.find_prefix(request.prompt_ids)) * KV_BLOCK_TOKENS
+            own_s = forecast.prefill_s(request.prompt_len - cached_tokens)
+        return min(latest_s, request.deadline_s - own_s)
 
     def _drop_overdue(self, request: Request, now: float) -> None:
         ends_s = request.reserved_s + (self._policy.timeout_s or float("inf"))

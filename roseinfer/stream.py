@@ -227,6 +227,11 @@ class RequestStream:
         return None if self._request.prompt_ids is None else len(self._request.prompt_ids)
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the prefix cache had, None until it is scheduled."""
+        return self._request.cached_tokens
+
+    @property
     def inflight_before(self) -> int:
         """Requests in flight that this one met when it got its slot."""
         return self._request.ticket.inflight_before

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from roseinfer.margin import Margin
 
 if TYPE_CHECKING:
-    from roseinfer.admission import Ticket
     from roseinfer.forecast import Forecast
+    from roseinfer.ticket import Ticket
 
 NEAR: Final = 0.5
 """Of a goal: what was expected to keep less than that says nothing of the predictions that decide."""

@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
-from roseinfer.admission import TicketState
 from roseinfer.core import Core
 from roseinfer.errors import InvariantError
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import Request, TokenEvent
 from roseinfer.sim.virtual import _Simulation
+from roseinfer.ticket import TicketState
 
 
 class Watch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from roseinfer.admission import Ticket, TicketState
 from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.executor import Clock, Span, StepPlan, StepResult
@@ -14,6 +14,7 @@ from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.sim.cost_model import CostModel
+from roseinfer.ticket import Ticket, TicketState
 
 EOS = 0
 """The scripted engines' end of sequence, chr(0); it has no text."""
@@ -56,6 +57,8 @@ class ScriptedEngine:
     max_model_len = 4096
     vocab_size = 0x110000
     eos_token_ids = frozenset({EOS})
+    paged_attn = True
+    launches_async = False
 
     def __init__(
         self,
@@ -123,13 +126,15 @@ class CoreDriver:
         kv_tokens: int = 1 << 14,
         max_model_len: int = 4096,
         unread_timeout_s: float = 60.0,
+        prefix_cache: bool = False,
+        shares_blocks: bool = True,
         policy: str | None = None,
         scheduling: str = "fcfs",
         cost_model: CostModel | None = None,
     ) -> None:
         self.now = 0.0
         limits = SchedulerLimits(batch, active, budget)
-        kv_cache = KVCache(blocks_for(kv_tokens))
+        kv_cache = KVCache(blocks_for(kv_tokens), prefix_cache=prefix_cache, shares_blocks=shares_blocks)
         admission, queue_policy = policies_of(
             admission_of(limit, policy),
             scheduling,
@@ -151,25 +156,28 @@ class CoreDriver:
 
     def add(
         self,
-        prompt_tokens: int = 4,
+        prompt: int | Sequence[int] = 4,
         max_new_tokens: int = 4,
         *,
         text: bool = False,
         ignore_eos: bool = False,
         priority: int = 0,
         deadline_s: float | None = None,
+        seed: int = 0,
+        **sampling: Any,
     ) -> Request:
-        """Reserves and submits; a text is not tokenised yet."""
-        params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos)
+        """Reserves and submits token ids, or so many of them; a text is not tokenised yet."""
+        prompt_ids = range(prompt) if isinstance(prompt, int) else prompt
+        params = SamplingParams(max_new_tokens, ignore_eos=ignore_eos, **sampling)
         ticket = self.core.admission.reserve(
             self.now,
-            prompt_tokens + max_new_tokens,
-            prompt_tokens=prompt_tokens,
+            len(prompt_ids) + max_new_tokens,
+            prompt_tokens=len(prompt_ids),
             is_bound=text,
             priority=priority,
         )
-        ids = None if text else range(prompt_tokens)
-        request = Request(len(self.requests), params, ticket, 0, ids, self.now, priority, deadline_s)
+        ids = None if text else prompt_ids
+        request = Request(len(self.requests), params, ticket, seed, ids, self.now, priority, deadline_s)
         self.requests.append(request)
         self.took(self.core.submit(request))
         return request

@@ -7,13 +7,14 @@ import copy
 import pytest
 
 from roseinfer.adaptive import SAMPLES
-from roseinfer.admission import Admission, Ticket
+from roseinfer.admission import Admission
 from roseinfer.admission_spec import parse_admission
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
 from roseinfer.forecast import Forecast
 from roseinfer.policies import policies_of
 from roseinfer.scheduler import SchedulerLimits
 from roseinfer.sim.cost_model import CostModel, StepCost
+from roseinfer.ticket import Ticket
 from roseinfer.ttft_goal import TtftGoal
 from tests.scripted import computed
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.admission import DRAIN_WINDOW, Admission, Ticket, TicketState
+from roseinfer.admission import DRAIN_WINDOW, Admission
 from roseinfer.errors import InputError, SchedulerManagerOverloadedError
+from roseinfer.ticket import Ticket, TicketState
 from tests.scripted import computed
 
 

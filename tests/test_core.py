@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roseinfer.admission import TicketState
 from roseinfer.errors import InputError, InvariantError, PromptTooLongError
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.request import FinishReason, Request, TokenEvent
+from roseinfer.ticket import TicketState
 from roseinfer.waiting import STALE_SLACK
 from tests.scripted import EOS, CoreDriver
 

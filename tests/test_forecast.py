@@ -301,7 +301,7 @@ def test_sums_are_those_of_the_requests_and_come_back_to_0(history: list[tuple[i
         if call == 1:
             forecast.revise(work, number)
         elif call == 2:
-            forecast.start(work)
+            forecast.start(work, min(which, work.prompt_tokens - 1))
         elif call in {3, 4}:
             forecast.advance(work, number)
         else:

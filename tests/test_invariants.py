@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from roseinfer.admission import TicketState
 from roseinfer.core import Core
 from roseinfer.errors import InvariantError
 from roseinfer.executor import StepPlan, StepResult
 from roseinfer.manager import SchedulerManager
 from roseinfer.request import FinishReason, Request, SamplingParams, TokenEvent
+from roseinfer.ticket import TicketState
 from tests.invariants import Watch, Watched, check_drained, check_request, watch_all
 from tests.manager_driver import by_hand, finish
 from tests.scripted import CoreDriver, ScriptedEngine
@@ -36,11 +36,11 @@ class Scene:
 
 
 BROKEN: dict[str, Callable[[Scene], object]] = {
-    "a block is lost": lambda s: s.kv_cache._free.pop(),
-    "a block is free twice": lambda s: s.kv_cache._free.append(s.kv_cache._free[0]),
-    "a block is none of the cache's": lambda s: s.kv_cache._free.__setitem__(0, -1),
-    "a block is past the last one": lambda s: s.kv_cache._free.__setitem__(0, s.kv_cache.num_blocks),
-    "a block is free and owned": lambda s: s.kv_cache._free.append(s.decoding.block_table[0]),
+    "a block is lost": lambda s: s.kv_cache._is_free.__setitem__(-1, 0),
+    "a block is free twice": lambda s: setattr(s.kv_cache, "_num_free", s.kv_cache._num_free + 1),
+    "a block is none of the cache's": lambda s: s.decoding.block_table.__setitem__(0, -1),
+    "a block is past the last one": lambda s: s.decoding.block_table.__setitem__(0, s.kv_cache.num_blocks),
+    "a block is free and owned": lambda s: s.kv_cache._give_back(s.decoding.block_table[:1]),
     "a block has two owners": lambda s: s.half.block_table.__setitem__(0, s.decoding.block_table[0]),
     "one that ended owns blocks": lambda s: s.kv_cache.allocate(s.unread.request_id, 16),
     "one that waits owns blocks": lambda s: s.kv_cache.allocate(s.waiting.request_id, 16),
@@ -161,7 +161,7 @@ def test_what_stays_after_a_drain_is_found(
 
 def test_the_books_of_every_manager_are_checked_after_each_step(invariants: Watched) -> None:
     def compute(plan: StepPlan) -> None:
-        manager._core.scheduler.kv_cache._free.pop()
+        manager._core.scheduler.kv_cache._is_free[-1] = 0
 
     manager = by_hand(ScriptedEngine(compute))
     manager.submit([1])

@@ -12,6 +12,7 @@ import pytest
 from roseinfer.errors import InvariantError, ManagerClosedError, RequestFailedError
 from roseinfer.executor import StepPlan, StepRecord, StepResult
 from roseinfer.manager import LONGEST_WAIT_S, SchedulerManager
+from roseinfer.pipeline import Pipeline
 from roseinfer.request import FinishReason, Request, SamplingParams
 from roseinfer.stream import RequestStream
 from tests.manager_driver import assert_all_slots_are_free, by_hand, finish, run_in_thread, settle, turn
@@ -84,7 +85,7 @@ class NoIds:
 
 
 def bad_ids(manager: SchedulerManager, engine: ScriptedEngine) -> None:
-    manager._executor = NoIdsExecutor()
+    manager._pipeline = Pipeline(NoIdsExecutor(), depth=0)
 
 
 class NoIdsExecutor:
@@ -93,7 +94,7 @@ class NoIdsExecutor:
 
 
 def no_way_in(manager: SchedulerManager, engine: ScriptedEngine) -> None:
-    manager._core.scheduler.kv_cache.can_allocate = lambda n_tokens: False  # type: ignore[method-assign]
+    manager._core.scheduler.kv_cache.can_allocate = lambda n_tokens, prefix=(): False  # type: ignore[method-assign]
 
 
 def bad_listener(manager: SchedulerManager, engine: ScriptedEngine) -> None:

@@ -79,3 +79,15 @@ def test_starts_that_nobody_asks_for_cost_nothing(monkeypatch: pytest.MonkeyPatc
         while manager.step():
             pass
         assert "".join(stream.text()) == "ab"
+
+
+def test_a_prompt_that_is_cached_in_part_starts_too() -> None:
+    with a_manager() as manager:
+        manager.submit([1] * 40, TWO)
+        while manager.step():
+            pass
+        box = manager.new_mailbox(wants_starts=True)
+        manager.submit([1] * 40, TWO, mailbox=box)
+        while manager.step():
+            pass
+        assert [event.token_id for event in taken(box)] == [None, ord("a"), ord("b")]

@@ -152,8 +152,11 @@ def doctor(
     dtype: Annotated[str, typer.Option(help="As for run.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="As for run.")] = None,
 ) -> None:
-    """Say what the engine would use here and why, and how near its ceilings it comes; the last line is JSON."""
-    from roseinfer.bench.doctor import examine
+    """Say what the engine would use here and why, and how near its ceilings it comes; the last line is JSON.
+
+    Exit code 1 if two of the engine's paths give different tokens.
+    """
+    from roseinfer.bench.doctor import examine, paths_differ
     from roseinfer.openmp import sleep_while_waiting
 
     sleep_while_waiting()
@@ -161,6 +164,8 @@ def doctor(
         model, device=device, dtype=dtype, num_threads=num_threads, say=partial(print, flush=True)
     )
     print(json.dumps(found, allow_nan=False))
+    if differ := paths_differ(found):
+        raise typer.Exit(_say(f"different tokens: {', '.join(differ)}", EXIT_FAILED))
 
 
 def _version(show: bool) -> None:

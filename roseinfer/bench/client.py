@@ -29,7 +29,8 @@ from roseinfer.bench.termination import LONGEST_WAIT_S, Interruption, held, inte
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RoseinferError, SchedulerManagerOverloadedError
 from roseinfer.manager import LONGEST_WAIT_S as QUEUE_WAIT_S
-from roseinfer.manager import Prompt, SchedulerManager
+from roseinfer.manager import SchedulerManager
+from roseinfer.prompt import Prompt
 from roseinfer.request import SamplingParams, TokenEvent
 from roseinfer.stream import RequestStream
 
@@ -144,6 +145,7 @@ class Client:
             attempt.is_interrupted = True
         for request_id, (_, attempt, stream) in self._answered.items():
             attempt.prompt_tokens = stream.prompt_tokens
+            attempt.cached_tokens = stream.cached_tokens
             attempt.inflight = stream.inflight_before
             attempt.predicted_ttft_s = stream.predicted_ttft_s
             attempt.gave_up_s = self._consumer.gave_up_s.get(request_id)

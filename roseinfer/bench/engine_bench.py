@@ -10,6 +10,7 @@ from roseinfer.bench.measurement import Bench
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import WorkloadSource
 from roseinfer.model_source import check_model_source
+from roseinfer.nvtx import ranges
 
 if TYPE_CHECKING:
     from roseinfer.engine import InferenceEngine
@@ -36,12 +37,15 @@ def _load(experiment: Experiment) -> InferenceEngine:
     from roseinfer.engine import InferenceEngine
 
     options = experiment.options
+    ranges(options.nvtx)  # before the model is loaded: that takes its time
     return InferenceEngine.from_pretrained(
         experiment.model,
         device=options.device,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         num_threads=options.num_threads,
+        paged_attn=options.paged_attn,
+        cuda_graph=options.cuda_graph,
     )
 
 

@@ -223,6 +223,16 @@ class Experiment:
         """0 where token ids are sent: there is nothing to tokenise."""
         return 0 if self.options.pretok else self.options.tokenize_workers
 
+    @property
+    def prompts_may_be_alike(self) -> bool:
+        """Somebody wants prompts that a prefix cache knows, or says what they are; else each begins in its own way.
+
+        A chat template puts the same words before all of them.
+        """
+        o = self.options
+        is_chat = self.is_http and o.api == "chat"
+        return bool(o.prompt is not None or self.load.prefix_tokens or self.replay is not None or is_chat)
+
     def server_of(self, cell: Cell) -> object:
         """Equal for cells that are run on one and the same server; of others than --target-cmd starts all are."""
         command = self.options.target_cmd

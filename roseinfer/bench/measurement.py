@@ -27,7 +27,7 @@ from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import WARM_UP, Workload, WorkloadSource, workload_sha256
 
 UNUSED: Final = (
-    "status_code prompt_tokens cached_tokens finish_reason inflight_at_send waiting_at_send chunk_tokens"
+    "status_code prompt_tokens finish_reason inflight_at_send waiting_at_send chunk_tokens"
 ).split()
 """Columns of requests that no figure is made of."""
 

@@ -103,6 +103,36 @@ class RunOptions(LoadOptions, HttpOptions):
     kv_cache_tokens: Annotated[
         int | None, whole_option(help="Tokens that the KV cache holds. Default: chosen for the device.")
     ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what prompts begin with in the KV cache, for others that begin alike. Every cell starts cold.",
+        ),
+    ] = True
+    paged_attn: Annotated[
+        bool | None,
+        typer.Option(
+            "--paged-attn/--no-paged-attn",
+            help="Read the KV cache block by block, so that requests share what is alike, instead of in one piece a"
+            " request. Default: on a GPU.",
+        ),
+    ] = None
+    cuda_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="Capture decodes of a few batch sizes once, and replay them. Default: on a GPU, where the KV cache is"
+            " read block by block.",
+        ),
+    ] = None
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx",
+            help="Mark steps and the stages of requests for Nsight Systems. Needs a torch with CUDA.",
+        ),
+    ] = False
     tokenize_workers: Annotated[
         int, whole_option(help="Threads that tokenise; with 0 the sender does it within add_request.")
     ] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any, Final
 import pandas as pd
 
 from roseinfer.bench.experiment import Experiment
-from roseinfer.bench.flag_values import admissions
+from roseinfer.bench.flag_values import LARGEST, admissions
 from roseinfer.bench.judgement import Verdict
 from roseinfer.bench.measurement import Bench, summary_of
-from roseinfer.bench.options import SweepOptions
+from roseinfer.bench.options import SweepOptions, is_url
 from roseinfer.bench.recommend import Judgement, Recommendation, parse_slo, recommend
 from roseinfer.bench.session import Session
 from roseinfer.bench.shares import share_interval
@@ -94,6 +95,13 @@ class Probe:
 def _worst(verdicts: Iterable[Verdict]) -> Verdict:
     found = set(verdicts)
     return next((verdict for verdict in (Verdict.FAIL, Verdict.UNKNOWN) if verdict in found), Verdict.PASS)
+
+
+def seed_of(name: str, options: SweepOptions) -> int:
+    """Of a server each probe asks its own prompts: it has met those of the others, and may keep them in a cache."""
+    if not is_url(options.target):
+        return options.seed
+    return (options.seed + zlib.crc32(name.encode())) % (LARGEST + 1)
 
 
 def longer(options: SweepOptions, *, is_spaced: bool) -> SweepOptions | None:
@@ -179,6 +187,7 @@ class Prober:
         return self._probe("kept_busy", decides=False, **_WITHOUT_A_RATE, max_concurrency=min(users))
 
     def _probe(self, name: str, *, decides: bool = True, **changes: Any) -> Probe:
+        changes["seed"] = seed_of(name, self.options)
         experiment = self._experiment({**changes, "run_id": f"{self._run_id}-{name}"})
         options = experiment.options
         path = options.output_dir / str(options.experiment_name) / str(options.run_id)

@@ -265,6 +265,7 @@ def recommend(
     from roseinfer.bench.predicted_limits import predictions
     from roseinfer.bench.recommend import parse_slo
     from roseinfer.bench.recommend import recommend as recommended
+    from roseinfer.bench.resimulate import cache_notes
     from roseinfer.bench.sides import Side
     from roseinfer.sim.cost_model import CostModel
 
@@ -288,6 +289,8 @@ def recommend(
         predicted = [*predictions(side.folder, model, found, slos, seed=seed, sizes=sizes)]
     pairs = list(zip(found, predicted, strict=True))
     notes = [note for note in [side.unfinished()] if note is not None]
+    if model is not None:
+        notes += cache_notes(side.requests)
     if as_json:
         answers = [report.to_json(one, prediction) for one, prediction in pairs]
         print(

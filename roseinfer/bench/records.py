@@ -13,7 +13,8 @@ Times are float64 seconds on one monotonic clock per cell and repeat, zero at it
     ended_s, received_first_s, received_last_s    as the one consumer thread saw it as the client read it
     token_times_s                                 admitted rows with tokens         null
     chunk_times_s, chunk_tokens                   admitted rows with tokens         rows with text; tokens where known
-    prompt_tokens, cached_tokens, output_tokens   counted from ids                  what the server counts, or null
+    prompt_tokens, output_tokens                  counted from ids                  what the server counts, or null
+    cached_tokens                                 rows that were scheduled          what the server counts, or null
     waiting_at_send                               rows that were sent, first try    null
     inflight_at_send                              admission's own count, first try  what this client had outstanding
     predicted_ttft_s                              admitted rows, under slo: from    null
@@ -214,6 +215,13 @@ def derive(requests: pd.DataFrame, only: Collection[str] = ()) -> pd.DataFrame:
         "time_to_timeout_s": lambda: until_end_s(Outcome.TIMEOUT),
     }
     return r.assign(**{name: formulas[name]() for name in only or formulas})
+
+
+def cached_share(requests: pd.DataFrame) -> float | None:
+    """The share of their prompt tokens that came from a prefix cache, of the requests of which that is known."""
+    known = requests[requests["cached_tokens"].notna()]
+    total = float(known["prompt_tokens"].sum())
+    return float(known["cached_tokens"].sum()) / total if total else None
 
 
 def rows_at(frame: pd.DataFrame, places: Any) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from roseinfer.bench.explain import explain, explain_sentence
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import slots_freed_during_burst
 from roseinfer.bench.ratios import paired_ratio
-from roseinfer.bench.records import FACTORS, HTTP
+from roseinfer.bench.records import FACTORS, HTTP, cached_share
 from roseinfer.bench.stats import percentile_label, smallest_sample, trusted_sample
 from roseinfer.bench.steady_state import OPEN_LOOP
 from roseinfer.bench.summary import factor_text, limit_label, pooled, sort_cells
@@ -340,6 +340,16 @@ def slots_freed_lines(requests: pd.DataFrame) -> list[str]:
                 f"Note: {cell_id}: {_spread(freed)} slots came free while a burst was being sent,"
                 " so more than the limit may have been admitted."
             )
+    return lines
+
+
+def cached_lines(requests: pd.DataFrame) -> list[str]:
+    """For each cell that found something in a prefix cache, what share of its prompt tokens that was."""
+    lines = []
+    for cell_id, cell in requests.groupby("cell_id", sort=False):
+        share = cached_share(cell)
+        if share:
+            lines.append(f"Prefix cache: {cell_id}: {percent(share)} of the prompt tokens were in it.")
     return lines
 
 

@@ -16,7 +16,7 @@ from roseinfer.bench.termination import LONGEST_WAIT_S, interruptible
 
 if TYPE_CHECKING:
     from roseinfer.bench.client import Asked
-    from roseinfer.manager import Prompt
+    from roseinfer.prompt import Prompt
 
 clock: Final = time.perf_counter
 

@@ -15,7 +15,7 @@ from roseinfer.admission_spec import AdmissionSpec
 from roseinfer.bench.engine_sizes import EngineSizes
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.options import SweepOptions
-from roseinfer.bench.records import HTTP, REQUEST_SCHEMA, STEP_SCHEMA, as_frame
+from roseinfer.bench.records import HTTP, REQUEST_SCHEMA, STEP_SCHEMA, as_frame, cached_share
 from roseinfer.bench.row_files import record_table
 from roseinfer.bench.sim_target import SimTarget
 from roseinfer.bench.store import RunFolder
@@ -86,7 +86,8 @@ def resimulated(
         if cells is None or cell_id in cells
     ]
     requests, steps = _played(folder, model, experiment, runs)
-    return Resimulated(requests, steps, _notes(folder.manifest["configuration"], model, steps))
+    notes = [*_notes(folder.manifest["configuration"], model, steps), *cache_notes(folder.read_requests())]
+    return Resimulated(requests, steps, notes)
 
 
 def at_limits(
@@ -179,3 +180,13 @@ def _notes(configuration: Mapping[str, Any], model: CostModel, steps: pd.DataFra
     if configuration.get("stop-at-eos"):
         notes.append("outputs were ended by EOS, simulated ones are as long as was asked for")
     return notes
+
+
+def cache_notes(measured: pd.DataFrame) -> list[str]:
+    """What no simulation of these requests knows of: it computes every prompt token."""
+    share = cached_share(measured)
+    if not share:
+        return []
+    return [
+        f"{100 * share:.1f} % of the measured prompt tokens came from a prefix cache, simulated ones are all computed"
+    ]

@@ -71,6 +71,7 @@ class Attempt:
     inflight: int | None = None
     timings: Timings | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     failure: RoseinferError | None = None
     deliveries: list[tuple[float, list[TokenEvent]]] = field(default_factory=list)
     gave_up_s: float | None = None
@@ -234,8 +235,8 @@ def _answer(attempt: Attempt, t0: float) -> dict[str, Any]:
         "received_first_s": chunks[0][0] if chunks else None,
         "received_last_s": chunks[-1][0] if chunks else None,
         "prompt_tokens": attempt.prompt_tokens,
+        "cached_tokens": attempt.cached_tokens,
         "predicted_ttft_s": attempt.predicted_ttft_s,
-        "cached_tokens": 0,  # there is no prefix cache: every prompt token is computed
         "output_tokens": len(token_times_s),
         "token_times_s": token_times_s or None,
         "chunk_times_s": [received_s for received_s, _ in chunks] or None,
@@ -276,7 +277,6 @@ def step_values(
         step.result.exec_end_s - t0,
         step.published_s - t0,
         *step.plan.composition(),
-        0,
         step.waiting,
         step.running,
         step.kv_tokens,

@@ -33,6 +33,9 @@ def block_rngs(seed: int, repeat: int, stream: Stream) -> Iterator[np.random.Gen
         block += 1
 
 
-def prompt_seed(seed: int, repeat: int) -> int:
-    """What the texts of a repeat follow from."""
-    return int(np.random.SeedSequence([seed, repeat]).generate_state(1)[0])
+def prompt_seed(seed: int, repeat: int, shape: int) -> int:
+    """What the texts of a repeat follow from; `shape` counts the shapes of cells that one server meets, from 0.
+
+    Texts of two shapes are not alike then: a server that has met the one must not know the other.
+    """
+    return int(np.random.SeedSequence([seed, repeat, shape]).generate_state(1)[0])

@@ -302,6 +302,7 @@ class Session:
             *[recommendation.sentence() for recommendation in self.recommendations],
             *[f"Note: {note}" for note in manifest.get("workload_notes", ())],
             *report.slots_freed_lines(self._requests),
+            *report.cached_lines(self._requests),
             *report.load_lines(manifest),
             *report.client_lines(facts),
             *outside_lines(facts.values()),

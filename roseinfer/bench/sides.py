@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from roseinfer.bench.labels import tidy_cells
 from roseinfer.bench.measurement import summary_of
 from roseinfer.bench.ratios import fewest_repeats, paired_ratio, repeats_needed, unpaired_ratio
-from roseinfer.bench.records import FACTORS, REQUEST_SCHEMA, flattened
+from roseinfer.bench.records import FACTORS, REQUEST_SCHEMA, cached_share, flattened
 from roseinfer.bench.stats import Interval, smallest_sample
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.bench.summary import pooled
@@ -272,23 +272,15 @@ def notes_on(run: Side, baseline: Side) -> list[str]:
         where = "" if first is None else f", the first: {first}"
         notes.append(f"{differing} of {of} simulated requests differ from the baseline's{where}")
     notes += [f"baseline and run differ: {difference}" for difference in differences(before, now)]
-    cached = [_cached_share(side.requests) for side in (baseline, run)]
+    cached = [_per_cent(cached_share(side.requests)) for side in (baseline, run)]
     if cached[0] != cached[1]:
-        notes.append(
-            f"prompt tokens from a cache: baseline {_per_cent(cached[0])}, run {_per_cent(cached[1])}"
-        )
+        notes.append(f"prompt tokens from a cache: baseline {cached[0]}, run {cached[1]}")
     return notes
 
 
 def _without_machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
     environment = {"source_sha256": manifest.get("environment", {}).get("source_sha256")}
     return {**manifest, "environment": environment}
-
-
-def _cached_share(requests: pd.DataFrame) -> float | None:
-    known = requests[requests["cached_tokens"].notna()]
-    total = float(known["prompt_tokens"].sum())
-    return round(float(known["cached_tokens"].sum()) / total, 3) if total else None
 
 
 def _per_cent(share: float | None) -> str:

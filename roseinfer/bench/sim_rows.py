@@ -88,7 +88,7 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
         reason,
         sent.prompt_tokens,
         ticket.predicted_ttft_s,
-        0,  # there is no prefix cache: every prompt token is computed
+        fate.cached_tokens,
         n,
         *lists,
     )

@@ -97,6 +97,7 @@ class InProcessTarget:
                 peak_outstanding=played.peak_outstanding,
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
+                may_be_cached=self._experiment.prompts_may_be_alike,
                 interrupted_s=None if played.interrupted_s is None else played.interrupted_s - t0,
             ),
             notes={
@@ -130,6 +131,8 @@ class InProcessTarget:
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 kv_cache_tokens=options.kv_cache_tokens,
                 tokenize_workers=self._experiment.tokenize_workers,
+                prefix_cache=options.prefix_cache,
+                nvtx=options.nvtx,
                 clock=time.perf_counter,
                 on_step=steps.append,
             )
@@ -150,6 +153,8 @@ class _ThriftyEngine:
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.vocab_size
         self.eos_token_ids = engine.eos_token_ids
+        self.paged_attn = engine.paged_attn
+        self.launches_async = engine.launches_async
         self.default_num_batched_tokens = engine.default_num_batched_tokens
         self.default_kv_cache_tokens = engine.default_kv_cache_tokens
         self._engine = engine

@@ -27,6 +27,10 @@ OF_ENGINES: Final = (
     "tokenize_workers",
     "stop_at_eos",
     "warmup_runs",
+    "prefix_cache",
+    "paged_attn",
+    "cuda_graph",
+    "nvtx",
 )
 """Flags that a simulated engine has no use for: it has no weights, and no text."""
 
@@ -41,6 +45,10 @@ NOT_OF_SERVERS: Final = (
     "max_batch_size",
     "max_num_batched_tokens",
     "kv_cache_tokens",
+    "prefix_cache",
+    "paged_attn",
+    "cuda_graph",
+    "nvtx",
     "cost_model",
     "scheduling",
 )
@@ -123,7 +131,9 @@ def _check_server(o: RunOptions, given: Collection[str]) -> None:
 
     address = Address.parse(o.target)
     for field in NOT_OF_SERVERS:
-        if field in given and getattr(o, field) not in (None, False):
+        value = getattr(o, field)
+        is_off = value is False and RunOptions.__dataclass_fields__[field].default is False
+        if field in given and value is not None and not is_off:
             raise wrong(field, o, "is for an engine: a server is told so where it is started (--target-cmd)")
     _check_not_simulated(o)
     if o.ray is not None:

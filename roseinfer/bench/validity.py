@@ -19,6 +19,7 @@ from roseinfer.admission_spec import parse_admission
 from roseinfer.bench.load import CLOSED
 from roseinfer.bench.pacing import ROUNDING_S, check_burst_law, check_pacing, check_reading
 from roseinfer.bench.records import Outcome
+from roseinfer.executor import KV_BLOCK_TOKENS
 
 DEFAULT_MAX_ERROR_SHARE: Final = 0.01
 
@@ -70,6 +71,7 @@ class CellFacts:
     `max_concurrency` is the client's own bound on what it has outstanding, None where it has none, and
     `peak_outstanding` the most that it counted. Of a closed loop, `ramp_s` is the time in which its users start, and
     `ran_out_s` when it had sent all requests that there were, where only its duration should have ended it.
+    `may_be_cached` is False where no prompt is meant to begin like another.
     """
 
     offered: int
@@ -82,6 +84,7 @@ class CellFacts:
     peak_outstanding: int | None = None
     ramp_s: float | None = None
     ran_out_s: float | None = None
+    may_be_cached: bool = True
     token_limit: int | None = None
     peak_held_tokens: int | None = None
     earlier_slots: int = 0
@@ -117,6 +120,7 @@ def check_cell(
         *check_reading(requests, facts.client_p99_read_lag_s),
         *_outstanding(requests, facts),
         *_failures(requests, facts, max_error_share),
+        *_cached(requests, facts),
         # By the law of an idle engine whose slots are on record, and are all that is limited; nobody came back.
         *(
             check_burst_law(requests, facts.limit)
@@ -257,6 +261,23 @@ def _failures(requests: pd.DataFrame, facts: CellFacts, max_error_share: float) 
     unsent = requests.loc[requests["sent_s"].isna(), "error"].dropna()
     why = f" ({len(unsent)} {unsent.iloc[0]})" if len(unsent) else ""
     return [f"{counts}{why}, more than {100 * max_error_share:g} % together"]
+
+
+def _cached(requests: pd.DataFrame, facts: CellFacts) -> list[str]:
+    """Prompts that share nothing find nothing in a cold prefix cache. A few equal tokens may be chance.
+
+    Who tries again may find what an earlier try of the same prompt left, which its client gave up while it ran.
+    """
+    if facts.may_be_cached:
+        return []
+    requests = requests[requests["attempts"] == 1]
+    cached_tokens = requests["cached_tokens"].fillna(0).to_numpy(dtype=np.float64)
+    hits = requests["request_index"].to_numpy()[cached_tokens >= KV_BLOCK_TOKENS]
+    if not hits.size:
+        return []
+    count = f"{int(cached_tokens.sum())} prompt tokens of {_count(hits.size, 'request')}{_which(hits)}"
+    why = "a server that has met them before must be started anew, or be asked with another --seed"
+    return [f"{count} came from a prefix cache, though no prompt was to begin like another: {why}"]
 
 
 def _count(n: int, noun: str) -> str:

@@ -24,7 +24,7 @@ from roseinfer.bench.prompts import OnDemand, PromptMaker, PromptTokenizer
 from roseinfer.bench.replay import Requests
 from roseinfer.bench.seeds import BLOCK_ROWS, Stream, prompt_seed
 from roseinfer.bench.words import WordCounter, WordMaker
-from roseinfer.manager import Prompt
+from roseinfer.prompt import Prompt
 
 WARM_UP = 1 << 31
 """Stands for the repeat in the seed of warm-up prompts, so that no measured prompt was seen before."""
@@ -71,6 +71,10 @@ class WorkloadSource:
     ) -> None:
         options = experiment.options
         self._experiment = experiment
+        # One server may meet several shapes; an engine starts each cell with a cold cache, so its prompts are the same
+        # whatever cells are beside it.
+        shapes = dict.fromkeys(cell.shape for cell in experiment.cells) if experiment.is_http else ()
+        self._shapes = {shape: place for place, shape in enumerate(shapes)}
         self._encode = None if tokenizer is None else tokenizer.encode
         self._given = None if options.prompt is None else options.prompt * options.prompt_repeats
         self._given_tokens = 0
@@ -156,7 +160,14 @@ class WorkloadSource:
             prompts, outputs = self._cut(prompts[:n], outputs[:n])  # noqa: PLW2901
             its_classes = None if classes is None else classes.rows(slice(n))
             yield Workload(
-                times, (), prompts, outputs, prompt_seed(seed, repeat), load.arrival, repeat, its_classes
+                times,
+                (),
+                prompts,
+                outputs,
+                self._prompt_seed(cell.shape, repeat),
+                load.arrival,
+                repeat,
+                its_classes,
             )
 
     def table(self) -> pd.DataFrame:
@@ -204,7 +215,7 @@ class WorkloadSource:
             is_warm_up = repeat >= WARM_UP
             requests = self._replay.requests(shape, 0 if is_warm_up else repeat)
             if is_warm_up or requests.prompt_seed is None:
-                requests = requests._replace(prompt_seed=prompt_seed(seed, repeat))
+                requests = requests._replace(prompt_seed=self._prompt_seed(shape, repeat))
             return requests if load.duration_s is None else requests.before(load.duration_s)
         if load.is_closed:
             times, n = None, load.num_requests or CLOSED_LOOP_MOST
@@ -223,13 +234,16 @@ class WorkloadSource:
             prompt_tokens=prompts,
             output_tokens=outputs,
             texts=None if self._given is None else [self._given] * n,
-            prompt_seed=prompt_seed(seed, repeat),
+            prompt_seed=self._prompt_seed(shape, repeat),
             prefix_tokens=load.prefix_tokens,
             arrival=load.arrival,
             classes=None
             if load.priority_mix is None
             else draw_classes(load.priority_mix, n, seed=seed, repeat=repeat),
         )
+
+    def _prompt_seed(self, shape: Cell, repeat: int) -> int:
+        return prompt_seed(self._experiment.options.seed, repeat, self._shapes.get(shape, 0))
 
     def _cut(
         self, prompts: NDArray[np.int64], outputs: NDArray[np.int64]

@@ -6,17 +6,16 @@ token live in a slot of the layer's two tensors; slot = block * KV_BLOCK_TOKENS 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan
+from roseinfer.engine.step_context import LayerKV, PrefillGroup, QueryGroup, StepContext
+from roseinfer.engine.varlen import packed_attention
+from roseinfer.executor import KV_BLOCK_TOKENS
 
 ATTENTION_NAME = "roseinfer"
 """Under this name transformers finds `attend`. It knows no mask function of that name, so it makes no masks."""
@@ -24,133 +23,13 @@ ATTENTION_NAME = "roseinfer"
 STEP_ARGUMENT = "roseinfer_step"
 """Keyword argument of the model's forward that carries the StepContext down to `attend`."""
 
-LayerKV = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer: [num_slots, kv_heads, head_dim] each."""
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillGroup:
-    """`n_spans` neighbouring spans of `n_tokens` each, from packed token `offset` on.
-
-    `context_slots` is None when they start at position 0 and so attend to themselves alone; else there is one span
-    and it names the slots of positions 0 .. start + n_tokens - 1, with the causal `mask` [n_tokens, context].
-    """
-
-    offset: int
-    n_spans: int
-    n_tokens: int
-    context_slots: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGroup:
-    """Requests with one query each and equally long contexts, whose keys lie in memory at equal distances.
-
-    Their `context` keys and values are read where they are: request i's from slot `start + i * stride` on. A request
-    whose blocks are scattered is a group of its own, with `slots` [context] to gather.
-    """
-
-    rows: torch.Tensor | slice  # of the queries
-    n: int
-    context: int
-    start: int
-    stride: int
-    slots: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """Where the tokens of one step are written and what they attend to; shared by all layers."""
-
-    kv: list[LayerKV]
-    slots: torch.Tensor  # [tokens]: where each packed token's key and value go
-    decodes: list[QueryGroup]  # of the first packed tokens
-    prefills: list[PrefillGroup]
-    last: torch.Tensor  # [spans that sample]: their last packed tokens
-    lasts: list[QueryGroup]  # of those tokens
-
-
-def build_step_context(plan: StepPlan, kv: list[LayerKV], device: torch.device) -> StepContext:
-    """Turns the block tables of a plan (decodes first) into slots."""
-    spans = plan.spans
-    contexts = [_slots_of(span) for span in spans]
-    n_decodes = 0
-    while n_decodes < len(spans) and spans[n_decodes].n_tokens == 1:
-        n_decodes += 1
-    written = [context[span.start :] for span, context in zip(spans, contexts, strict=True)]
-    ends = np.cumsum([span.n_tokens for span in spans]) - 1
-    samples = np.array([span.samples for span in spans])
-    sampling = [context for context, its in zip(contexts, samples, strict=True) if its]
-    decodes = _query_groups(contexts[:n_decodes], device)
-    return StepContext(
-        kv=kv,
-        slots=torch.from_numpy(np.concatenate(written)).to(device),
-        decodes=decodes,
-        prefills=_prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, device),
-        last=torch.from_numpy(ends[samples]).to(device),
-        lasts=decodes if len(sampling) == n_decodes == len(spans) else _query_groups(sampling, device),
-    )
-
-
-def idle_step_context(n: int, kv: list[LayerKV], device: torch.device) -> StepContext:
-    """A step of `n` decodes that all stand in slot 0 and see nothing but themselves: work without a request."""
-    decodes = [QueryGroup(slice(0, n), n, context=1, start=0, stride=0)]
-    slots = torch.zeros(n, dtype=torch.int64, device=device)
-    last = torch.arange(n, device=device)
-    return StepContext(kv=kv, slots=slots, decodes=decodes, prefills=[], last=last, lasts=decodes)
-
-
-def _slots_of(span: Span) -> NDArray[np.int64]:
-    """Slots of positions 0 .. start + n_tokens - 1."""
-    blocks = np.asarray(span.request.block_table, dtype=np.int64)
-    slots = blocks[:, None] * KV_BLOCK_TOKENS + np.arange(KV_BLOCK_TOKENS)
-    return slots.reshape(-1)[: span.start + span.n_tokens]
-
-
-def _query_groups(contexts: list[NDArray[np.int64]], device: torch.device) -> list[QueryGroup]:
-    """Row i belongs to `contexts[i]`. Requests admitted together usually lie one behind the other: one group."""
-    groups = []
-    runs: list[tuple[int, int, int]] = []  # (context, first slot, row) of those that lie in one piece
-    for row, slots in enumerate(contexts):
-        if slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
-            runs.append((len(slots), int(slots[0]), row))
-        else:
-            gathered = torch.from_numpy(slots).to(device)
-            groups.append(QueryGroup(slice(row, row + 1), 1, len(slots), 0, 0, gathered))
-    runs.sort()
-    first = 0
-    while first < len(runs):
-        context, start, _ = runs[first]
-        end = first + 1
-        stride = runs[end][1] - start if end < len(runs) and runs[end][0] == context else 0
-        while end < len(runs) and runs[end][:2] == (context, start + (end - first) * stride):
-            end += 1
-        rows = [row for _, _, row in runs[first:end]]
-        in_order = rows == list(range(rows[0], rows[0] + len(rows)))
-        chosen = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=device)
-        groups.append(QueryGroup(chosen, end - first, context, start, stride))
-        first = end
-    return groups
-
-
-def _prefill_groups(
-    spans: list[Span], contexts: list[NDArray[np.int64]], offset: int, device: torch.device
-) -> list[PrefillGroup]:
-    groups: list[PrefillGroup] = []
-    pairs = zip(spans, contexts, strict=True)
-    for (start, n_tokens), members in groupby(pairs, key=lambda pair: (pair[0].start, pair[0].n_tokens)):
-        members_ = list(members)
-        if start == 0:
-            groups.append(PrefillGroup(offset, len(members_), n_tokens))
-            offset += len(members_) * n_tokens
-            continue
-        positions = torch.arange(start + n_tokens, device=device)
-        mask = positions <= positions[start:, None]
-        for _, context in members_:
-            groups.append(PrefillGroup(offset, 1, n_tokens, torch.from_numpy(context).to(device), mask))
-            offset += n_tokens
-    return groups
+def copy_blocks(kv: list[LayerKV], copies: torch.Tensor) -> None:
+    """Copies KV blocks (from, to) [n, 2] in all layers. All are read before the first is written."""
+    sources, targets = copies.unbind(1)
+    for tensor in chain.from_iterable(kv):
+        blocks = tensor.view(-1, KV_BLOCK_TOKENS, *tensor.shape[1:])
+        blocks[targets] = blocks[sources]
 
 
 def attention(
@@ -167,6 +46,8 @@ def attention(
     1 / sqrt(head_dim).
     """
     keys, values = _write(key, value, step, layer)
+    if step.packed is not None:
+        return packed_attention(query, key, value, keys, values, step.packed, scaling)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     _one_query_each(query, keys, values, step.decodes, scaling, out)
     for group in step.prefills:
@@ -180,6 +61,8 @@ def attention_of_last(
 ) -> torch.Tensor:
     """As `attention`, but `query` [spans that sample, heads, head_dim] holds the last tokens of those spans alone."""
     keys, values = _write(key, value, step, layer)
+    if step.packed_lasts is not None:
+        return packed_attention(query, key, value, keys, values, step.packed_lasts, None)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     _one_query_each(query, keys, values, step.lasts, None, out)
     return out
@@ -230,6 +113,7 @@ def _one_query_each(
             query[group.rows].reshape(group.n, kv_heads, heads // kv_heads, head_dim),
             _contexts(keys, group),
             _contexts(values, group),
+            attn_mask=group.mask,
             scale=scaling,
         )
         out[group.rows] = mixed.reshape(group.n, heads, -1)
@@ -238,7 +122,7 @@ def _one_query_each(
 def _contexts(cache: torch.Tensor, group: QueryGroup) -> torch.Tensor:
     """[slots, kv_heads, dim] -> [n, kv_heads, context, dim], a view of the cache where it can be one."""
     if group.slots is not None:
-        return cache[group.slots].transpose(0, 1)[None]
+        return cache[group.slots].transpose(1, 2)
     per_slot, per_head, per_element = cache.stride()
     shape = (group.n, cache.shape[1], group.context, cache.shape[2])
     strides = (group.stride * per_slot, per_head, per_slot, per_element)
@@ -256,7 +140,7 @@ def _prefill(
 ) -> torch.Tensor:
     """Spans of several tokens. query [tokens, heads, head_dim] -> the same shape."""
     if group.context_slots is not None:
-        key, value = keys[group.context_slots], values[group.context_slots]
+        key, value = (x[group.context_slots].flatten(0, 1) for x in (keys, values))
     query, key, value = (
         x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]

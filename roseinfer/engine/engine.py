@@ -10,14 +10,18 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype
-from roseinfer.engine.executor import Model, TorchExecutor
+from roseinfer.engine.executor import TorchExecutor
 from roseinfer.engine.gpt2 import GPT2
+from roseinfer.engine.graphs import DecodeGraphs
 from roseinfer.engine.kv import KVPool
 from roseinfer.engine.linear import packs
 from roseinfer.engine.llama import Llama
 from roseinfer.engine.loading import LoadedModel, load_model
+from roseinfer.engine.model import Model
 from roseinfer.engine.probe import probe
+from roseinfer.engine.staging import Staged
 from roseinfer.engine.transformers_path import TransformersModel
+from roseinfer.engine.varlen import flash_for
 from roseinfer.errors import InputError, ModelError
 from roseinfer.executor import KV_BLOCK_TOKENS, Clock
 from roseinfer.model_source import check_model_source
@@ -30,6 +34,8 @@ _CPU_BATCHED_TOKENS = 512
 _CUDA_BATCHED_TOKENS = 8192
 _MOST_WARMED = 64
 """Batch sizes above this are left cold: each costs tens of ms at start, and what it saves is small beside a step."""
+
+_NEEDS_CUDA = "needs a GPU: device is cpu"
 
 _CPU_KV_BYTES = 2 * 2**30
 _CUDA_KV_SHARE = 0.4
@@ -54,16 +60,27 @@ class EngineDescription:
     matrix_parameters: int  # of the linear layers, the head left out: 2 of these are the work of a token
     weight_bytes: int  # read by a step of one token: linear layers and head
     kv_bytes_per_token: int
+    kv_layout: str  # "contiguous" or "paged"
+    attention: str  # "SDPA", or on CUDA the packed kernels of a paged layout: "FA2" or "FA3"
+    cuda_graph: bool  # decodes are replayed
 
 
 class InferenceEngine:
     """Implements `roseinfer.executor.Engine` with torch and transformers. Make one with `from_pretrained`."""
 
     def __init__(
-        self, loaded: LoadedModel, *, name: str, max_model_len: int | None = None, native: bool = True
+        self,
+        loaded: LoadedModel,
+        *,
+        name: str,
+        max_model_len: int | None = None,
+        native: bool = True,
+        paged_attn: bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         """Takes over `loaded`. `native` False keeps a model that has a native form on transformers' modules.
 
+        paged_attn, cuda_graph: see `from_pretrained`.
         Raises ModelError for a model that this engine would not compute faithfully.
         """
         model = loaded.model
@@ -79,10 +96,21 @@ class InferenceEngine:
         matrices, head = _matrix_parameters(model)
         self._model, implementation = _implementation(model, self._max_model_len, native)
         self._device = model.device
+        self._paged_attn = model.device.type == "cuda" if paged_attn is None else paged_attn
         self._tokenizer = loaded.tokenizer
         self.chat_template = loaded.chat_template
         self._eos_token_ids = loaded.eos_token_ids
-        self._kv = KVPool(layers, model.device, dtype)
+        self._flash = None
+        if self._paged_attn:
+            self._flash = flash_for(
+                model.device, dtype, [(layer.key_dim, layer.value_dim) for layer in layers]
+            )
+        why_not = self._why_no_graphs(implementation)
+        if cuda_graph and why_not is not None:
+            raise InputError("cuda_graph", cuda_graph, why_not)
+        self._uses_graphs = why_not is None and cuda_graph is not False
+        self._graphs: DecodeGraphs | None = None  # of the KV tensors last given out
+        self._kv = KVPool(layers, model.device, dtype, spare_blocks=int(self._uses_graphs))
         self._warmed = 0  # batch sizes up to this
         self._kv_bytes = _CPU_KV_BYTES
         if model.device.type == "cuda":  # settled now: later on, earlier KV tensors count as memory in use
@@ -103,6 +131,9 @@ class InferenceEngine:
             matrix_parameters=matrices,
             weight_bytes=(matrices + head) * dtype.itemsize,
             kv_bytes_per_token=self._kv.bytes_per_token,
+            kv_layout="paged" if self._paged_attn else "contiguous",
+            attention=self._flash or "SDPA",
+            cuda_graph=self._uses_graphs,
         )
 
     @classmethod
@@ -115,12 +146,17 @@ class InferenceEngine:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         native: bool = True,
+        paged_attn: bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> InferenceEngine:
         """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
 
         device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32 or bf16. max_model_len: tokens
         a request may span, None for the model's context. num_threads: of torch in this process, None leaves them.
-        native: see `__init__`.
+        native: see `__init__`. paged_attn: the KV cache is read block by block, and requests share what they have in
+        common; else each has its own, in one piece where there is room. None chooses: paged on CUDA alone. cuda_graph:
+        decodes are captured once for each of a few batch sizes, and replayed. None does so where it can be done: on
+        CUDA, paged, for native models.
         Raises InputError for values that cannot work, ModelError for a model that cannot.
         """
         source = check_model_source(model)
@@ -129,8 +165,17 @@ class InferenceEngine:
                 raise InputError("num_threads", num_threads, "must be at least 1")
             torch.set_num_threads(num_threads)
         on = resolve_device(device)
+        if cuda_graph and on.type != "cuda":
+            raise InputError("cuda_graph", cuda_graph, _NEEDS_CUDA)
         loaded = load_model(source, on, resolve_dtype(dtype, on))
-        return cls(loaded, name=model, max_model_len=max_model_len, native=native)
+        return cls(
+            loaded,
+            name=model,
+            max_model_len=max_model_len,
+            native=native,
+            paged_attn=paged_attn,
+            cuda_graph=cuda_graph,
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -143,6 +188,15 @@ class InferenceEngine:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._eos_token_ids
+
+    @property
+    def paged_attn(self) -> bool:
+        return self._paged_attn
+
+    @property
+    def launches_async(self) -> bool:
+        is_beside: bool = self._device.type == "cuda"
+        return is_beside
 
     def default_num_batched_tokens(self, max_batch_size: int) -> int:
         """Large enough for products at full speed, small enough that decodes do not wait long behind a prefill."""
@@ -161,15 +215,46 @@ class InferenceEngine:
     def make_executor(self, *, num_kv_blocks: int, max_batch_size: int, clock: Clock) -> TorchExecutor:
         """An executor of its own KV. Drop the last one before making the next: then its memory is used again.
 
-        A decode of every batch size up to 64 was computed once when this returns, so that no request pays for being
-        the first. Steps with a prefill are left cold: they have any number of tokens.
+        A decode of every batch size up to 64 was computed once when this returns, or captured of those that graphs
+        have, so that no request pays for being the first. Steps with a prefill are left cold: they have any number of
+        tokens.
         """
-        executor = TorchExecutor(self._model, self._kv.tensors(num_kv_blocks), clock)
+        if not self._kv.has(num_kv_blocks):
+            self._graphs = None  # they hold the old tensors, and their memory is wanted
+        kv = self._kv.tensors(num_kv_blocks)
+        if self._uses_graphs:  # CUDA only
+            if self._graphs is None:
+                self._graphs = DecodeGraphs(
+                    self._model,
+                    kv,
+                    Staged(self._device),
+                    max_model_len=self._max_model_len,
+                    flash=self._flash,
+                )
+            self._graphs.warm_up(max_batch_size)
+        executor = TorchExecutor(
+            self._model,
+            kv,
+            clock,
+            paged_attn=self._paged_attn,
+            flash=self._flash,
+            graphs=self._graphs,
+        )
         self._kv.lend(executor)
-        warmed = min(max_batch_size, _MOST_WARMED)
-        executor.warm_up(range(self._warmed + 1, warmed + 1))
-        self._warmed = max(self._warmed, warmed)
+        if not self._uses_graphs:
+            warmed = min(max_batch_size, _MOST_WARMED)
+            executor.warm_up(range(self._warmed + 1, warmed + 1))
+            self._warmed = max(self._warmed, warmed)
         return executor
+
+    def _why_no_graphs(self, implementation: str) -> str | None:
+        if self._device.type != "cuda":
+            return _NEEDS_CUDA
+        if not self._paged_attn:
+            return "needs the paged layout (paged_attn): it reads every batch in the same way"
+        if implementation != "native":
+            return f"needs a model with a native form: what {implementation} computes may wait for the host"
+        return None
 
 
 def _implementation(model: PreTrainedModel, max_model_len: int, native: bool) -> tuple[Model, str]:

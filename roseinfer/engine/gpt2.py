@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import layer_norm
 
-from roseinfer.engine.attention import StepContext, attention, attention_of_last
+from roseinfer.engine.attention import attention, attention_of_last
 from roseinfer.engine.linear import Head, Linear, make_linear
+from roseinfer.engine.step_context import StepContext
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, PreTrainedModel

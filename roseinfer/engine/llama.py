@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.functional import rms_norm
 
-from roseinfer.engine.attention import StepContext, attention, attention_of_last
+from roseinfer.engine.attention import attention, attention_of_last
 from roseinfer.engine.linear import Head, Linear, make_linear
+from roseinfer.engine.step_context import StepContext
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,15 +16,14 @@ LEAST_TEMPERATURE: Final = 1e-6
 """Below it a row is greedy: what cannot be told from 0 in float32 would make 0 / 0 of the best logit."""
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """logits [rows, vocab], one row per request, its tokens so far in place. Returns the chosen ids [rows].
+def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> torch.Tensor:
+    """logits [rows, vocab], one row per request, and the positions of the tokens to choose. Returns their ids [rows].
 
     The random numbers of a row are a function of (seed, position) alone, never of the batch around it.
     """
     chosen = logits.argmax(dim=-1)
-    for row, request in enumerate(requests):
+    for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         if request.params.temperature >= LEAST_TEMPERATURE:
-            position = request.prompt_len + len(request.output_ids)
             chosen[row] = _sample_row(logits[row], request, position)
     return chosen
 

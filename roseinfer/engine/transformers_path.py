@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roseinfer.engine.attention import STEP_ARGUMENT, StepContext
+from roseinfer.engine.attention import STEP_ARGUMENT
 from roseinfer.engine.linear import pack_linears
+from roseinfer.engine.step_context import StepContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

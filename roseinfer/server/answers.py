@@ -19,17 +19,19 @@ class Outcome(NamedTuple):
 
     finish_reason: str
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     queue_s: float | None
     prefill_s: float | None
     decode_s: float | None
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
     @property

@@ -15,6 +15,7 @@ from roseinfer.bench.load_options import decimal_option, whole_option
 from roseinfer.bench.options import DEVICES, DTYPES
 from roseinfer.errors import InputError, RoseinferError, check_whole
 from roseinfer.model_source import check_model_source
+from roseinfer.nvtx import ranges
 from roseinfer.openmp import sleep_while_waiting
 from roseinfer.policies import check_policy
 from roseinfer.server.app import create_app
@@ -105,6 +106,35 @@ def command(
     kv_cache_tokens: Annotated[
         int | None, whole_option(help="Tokens that the KV cache holds. Default: chosen for the device.")
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what prompts begin with in the KV cache, for others that begin alike.",
+        ),
+    ] = True,
+    paged_attn: Annotated[
+        bool | None,
+        typer.Option(
+            "--paged-attn/--no-paged-attn",
+            help="Read the KV cache block by block, so that requests share what is alike. Default: on a GPU.",
+        ),
+    ] = None,
+    cuda_graph: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph",
+            help="Capture decodes of a few batch sizes once, and replay them. Default: on a GPU, where the KV cache is"
+            " read block by block.",
+        ),
+    ] = None,
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx",
+            help="Mark steps and the stages of requests for Nsight Systems. Needs a torch with CUDA.",
+        ),
+    ] = False,
     tokenize_workers: Annotated[int, whole_option(help="Threads that tokenise.")] = 1,
     max_body_bytes: Annotated[int, whole_option(help="Larger bodies are answered 413.")] = LIMITS.body_bytes,
     max_prompt_chars: Annotated[
@@ -167,8 +197,15 @@ def command(
         sleep_while_waiting()
         from roseinfer.engine import InferenceEngine
 
+        ranges(nvtx)  # before the model is loaded: that takes its time
         engine = InferenceEngine.from_pretrained(
-            model, device=device, dtype=dtype, max_model_len=max_model_len, num_threads=num_threads
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_threads=num_threads,
+            paged_attn=paged_attn,
+            cuda_graph=cuda_graph,
         )
         application = create_app(
             engine,
@@ -189,6 +226,8 @@ def command(
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_tokens=kv_cache_tokens,
             tokenize_workers=tokenize_workers,
+            prefix_cache=prefix_cache,
+            nvtx=nvtx,
         )
         said = "no limit on requests in flight"
         if limit.inflight is not None and limit.is_count_alone:

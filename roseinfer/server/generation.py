@@ -53,6 +53,15 @@ class Generation:
     def timings(self) -> Timings:
         return self._stream.timings
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self._stream.prompt_tokens or 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of its prompt, found in the prefix cache."""
+        return self._stream.cached_tokens or 0
+
     def close(self) -> None:
         """Ends the request if it still runs, and frees its slot. Harmless when repeated."""
         self._stream.close()
@@ -120,9 +129,14 @@ class Generation:
             if token_times_s:
                 prefill_s = token_times_s[0] - times.first_scheduled_s
                 decode_s = token_times_s[-1] - token_times_s[0]
-        prompt_tokens = self._stream.prompt_tokens or 0
         return Outcome(
-            self.finish_reason.value, prompt_tokens, len(token_times_s), queue_s, prefill_s, decode_s
+            self.finish_reason.value,
+            self.prompt_tokens,
+            self.cached_tokens,
+            len(token_times_s),
+            queue_s,
+            prefill_s,
+            decode_s,
         )
 
     def _take(self, event: TokenEvent) -> None:

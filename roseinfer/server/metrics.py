@@ -47,6 +47,15 @@ class Metrics:
         self._tokens = Counter(
             "roseinfer_generated_tokens", "Tokens of requests that ended", registry=registry
         )
+        self._prompt_tokens = Counter(
+            "roseinfer_prompt_tokens", "Prompt tokens of requests that were scheduled", registry=registry
+        )
+        self._cached_tokens = Counter(
+            "roseinfer_cached_prompt_tokens", "Of these, found in the prefix cache", registry=registry
+        )
+        self._hits = Counter(
+            "roseinfer_prefix_cache_hits", "Requests that found some of their prompt there", registry=registry
+        )
 
         def seconds(name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"roseinfer_{name}_seconds", help_, buckets=buckets, registry=registry)
@@ -72,6 +81,9 @@ class Metrics:
         times = generation.timings
         if times.first_scheduled_s is not None:
             self._queue_wait.observe(times.first_scheduled_s - times.reserved_s)
+            self._prompt_tokens.inc(generation.prompt_tokens)
+            self._cached_tokens.inc(generation.cached_tokens)
+            self._hits.inc(generation.cached_tokens > 0)
 
     def began(self, generation: Generation, now: float) -> None:
         """The first bytes of an answer were handed over, or would have been if it were a stream."""

@@ -37,7 +37,7 @@ class StepCost:
 
     def seconds(self, plan: StepPlan) -> float:
         """How long the step computes: sums and products in a fixed order, equal on every machine."""
-        _, prefill_tokens, attention_pairs, decode_requests, context_tokens = plan.composition()
+        _, prefill_tokens, attention_pairs, decode_requests, context_tokens, _ = plan.composition()
         return (
             self.constant_s
             + self.prefill_token_s * prefill_tokens

@@ -16,7 +16,7 @@ from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.options import SweepOptions
 from roseinfer.bench.workload import Workload
 from roseinfer.executor import StepPlan
-from roseinfer.manager import Prompt
+from roseinfer.prompt import Prompt
 from tests.scripted import ScriptedEngine, ScriptedTokenizer
 
 WORDS = [first + second for first, second in product(ascii_lowercase, repeat=2)]
@@ -104,6 +104,7 @@ class ScriptedDescription:
     matrix_parameters: int = 0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    kv_layout: str = "contiguous"
 
 
 class ScriptedInferenceEngine(ScriptedEngine):

@@ -9,8 +9,10 @@ import pytest
 
 from roseinfer.bench.bracket import Axis, Edge, edge_of, find_edge
 from roseinfer.bench.capacity import NO_LIMIT, LimitSearch, RateSearch
+from roseinfer.bench.flag_values import LARGEST
 from roseinfer.bench.judgement import Verdict
-from roseinfer.bench.probe import Probe
+from roseinfer.bench.options import SweepOptions
+from roseinfer.bench.probe import Probe, seed_of
 from roseinfer.bench.shares import paired_gap, share_interval
 from roseinfer.bench.stats import Interval
 from tests.bench.made_servers import Server, queue, refusals, told, waits
@@ -334,3 +336,17 @@ def test_a_gap_is_taken_pair_by_pair() -> None:
 
     assert paired_gap(a, b) == pytest.approx((0.02, 0.02, 0.02))
     assert paired_gap(a[1:], b[1:]) == pytest.approx((-math.inf, 0.02, math.inf))
+
+
+# ---- prompts of probes
+
+
+def test_probes_of_a_server_have_prompts_of_their_own() -> None:  # cases I5, I7
+    options = SweepOptions(target="http://127.0.0.1:8000/v1", seed=7)
+    names = ["rate_1", "rate_2", "inflight_4", "one_user"]
+    assert len({seed_of(name, options) for name in names} | {7}) == 5
+    assert all(0 <= seed_of(name, options) <= LARGEST for name in names)
+
+
+def test_probes_of_an_engine_have_the_same_requests() -> None:  # each starts with a cold cache
+    assert seed_of("rate_1", SweepOptions(seed=7)) == 7

@@ -21,7 +21,8 @@ from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
 from roseinfer.executor import StepPlan
-from roseinfer.manager import Prompt, SchedulerManager
+from roseinfer.manager import SchedulerManager
+from roseinfer.prompt import Prompt
 from roseinfer.request import TokenEvent
 from roseinfer.stream import Mailbox, RequestStream
 from tests.bench.experiments import experiment, workload

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from roseinfer.bench import doctor
 from roseinfer.bench.doctor import COMPARED_PROMPTS, COMPARED_TOKENS
+from roseinfer.bench.doctor_burst import Burst, seed_experiment
+from roseinfer.bench.doctor_paths import FAMILIES, NEW_TOKENS, PROMPTS, Agreement, compare_paths
 from roseinfer.engine import ceilings
 from roseinfer.tokenization import builtin_tokenizer
 from tests.bench.asking import Ask
-from tests.engine.tiny_models import CONFIGS, make_model
+from tests.engine.tiny_models import CONFIGS, make_engine, make_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products take longer on two threads than on one, far longer beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -24,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_last_line_has_all_of_it_as_json(ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_READ_BYTES", 2**16)
+    monkeypatch.setattr(ceilings, "_READ_BYTES", {"cpu": 2**16})
     monkeypatch.setattr(ceilings, "_REPEATS", 1)
     answer = ask("doctor", "--model", str(model), "--device", "cpu", "--dtype", "float32")
     assert answer.code == 0, answer.err
@@ -38,6 +51,44 @@ def test_the_last_line_has_all_of_it_as_json(ask: Ask, model: Path, monkeypatch:
     for figure in ("linear_flops_per_s", "read_bytes_per_s", "prefill_s", "decode_over_floor"):
         assert found[figure] > 0
     assert set(found["decode_step_s"]) == {"1", "8"}
+    assert found["seed_experiment"] is None  # a GPU's
+
+
+def test_the_paths_that_a_cpu_has_give_the_same_tokens() -> None:
+    agreements = compare_paths(torch.device("cpu"))
+    compared = len(FAMILIES) * len(PROMPTS) * NEW_TOKENS
+    needs_gpu = {"eager against CUDA graphs", "the plainest against all of them"}
+    assert {name for name, agreement in agreements.items() if agreement is None} == needs_gpu
+    assert {agreement for agreement in agreements.values() if agreement is not None} == {(compared, compared)}
+    assert len(agreements) == len(needs_gpu) + 3
+
+
+def test_a_path_that_differs_is_named_and_fails(
+    ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "_READ_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(ceilings, "_REPEATS", 1)
+    found: dict[str, Agreement | None] = {
+        "a against b": Agreement(3, 4),
+        "b against c": Agreement(4, 4),
+        "d": None,
+    }
+    monkeypatch.setattr(doctor, "compare_paths", lambda device: found)
+    answer = ask("doctor", "--model", str(model), "--device", "cpu", "--dtype", "float32")
+    assert answer.code == 1
+    assert "a against b, tiny models in float32: 3 of 4 tokens are the same" in answer.out
+    assert json.loads(answer.out.splitlines()[-1])["paths"]["a against b"] == {"same": 3, "compared": 4}
+    assert answer.err.splitlines()[-1] == "roseinfer-bench: different tokens: a against b"
+
+
+def test_the_burst_is_measured_without_a_limit_and_with_one() -> None:
+    engine = make_engine(CONFIGS["gpt2"], paged_attn=True)
+    burst = Burst(requests=80, prompt_tokens=9, max_batch_size=16, max_num_batched_tokens=64)
+    without, limited = seed_experiment(engine, burst)
+    assert (without["max_inflight"], without["offered"], without["rejected"]) == (None, 80, 0)
+    assert (limited["max_inflight"], limited["offered"], limited["rejected"]) == (64, 80, 16)
+    for entry in (without, limited):
+        assert 0 < entry["p50_ttft_ms"] <= entry["p99_ttft_ms"]
 
 
 def test_a_device_that_is_not_here_is_named(ask: Ask) -> None:

@@ -109,6 +109,21 @@ def test_run_prints_the_seeds_report(model: Path, tmp_path: Path, capsys: pytest
     assert counted["Completion tokens (total)"] == 2 * counted["Requests"]
 
 
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(
+    ("flags", "says"), [("", ["53.3 %"]), ("--paged-attn", ["53.3 %"]), ("--no-prefix-cache", [])]
+)
+def test_what_the_prefix_cache_knew_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, says: list[str]
+) -> None:  # case I7
+    """Three times the same 20 tokens, one after the other: the second and the third find 16 of them."""
+    words = "run --prompt Hello --prompt-repeats 20 --num-requests 3 --max-new-tokens 1 --max-batch-size 1"
+    words += f" --warmup-runs 0 --repeat-runs 1 --num-threads 1 -o {tmp_path} {flags}"
+    assert ask([*words.split(), "--model", str(model)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Prefix cache: ")]
+    assert [line.partition(" of the prompt")[0].split(": ")[-1] for line in lines] == says
+
+
 def test_a_prompt_longer_than_the_context_leaves_no_run_behind(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

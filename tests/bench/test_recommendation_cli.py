@@ -290,6 +290,15 @@ def test_limits_between_are_predicted_and_said_to_be(ask: Ask, swept: str) -> No
     )
 
 
+def test_what_a_prediction_does_not_know_of_is_told(
+    ask: Ask, swept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # case I6
+    monkeypatch.setattr("roseinfer.bench.resimulate.cache_notes", lambda requests: [f"{len(requests)} rows"])
+    words = ("recommend", swept, "--slo", "p95_ttft:700")
+    assert "rows" not in ask(*words).out
+    assert "Note: 768 rows" in ask(*words, "--cost-model", COST_MODEL).out
+
+
 def test_the_slo_of_the_run_is_the_default(ask: Ask, swept: str) -> None:
     assert "recommended for p95_ttft:700: 16." in ask("recommend", swept).out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -128,3 +129,12 @@ def test_what_a_simulation_does_not_have_is_left_out() -> None:
     manifest = {"model": {**simulated, "device": "virtual clock"}, "environment": {"cores_usable": 2}}
     assert report.model_name(manifest) == "gpt2_cpu (no weights)"
     assert report.machine_name(manifest) == "virtual clock"
+
+
+def test_the_share_of_prompt_tokens_from_a_prefix_cache_is_told_where_there_is_one() -> None:  # case I7
+    cold = measured(burst_size=2, limit=4).assign(prompt_tokens=32, cached_tokens=0)
+    warm = measured(burst_size=3).assign(prompt_tokens=32, cached_tokens=[16.0, 32.0, np.nan])
+    unknown = measured(burst_size=2, limit=9).assign(prompt_tokens=32)
+    assert report.cached_lines(pd.concat([cold, warm, unknown])) == [
+        f"Prefix cache: {warm['cell_id'].iloc[0]}: 75.0 % of the prompt tokens were in it."
+    ]

@@ -196,6 +196,20 @@ def test_steps_never_seen_in_the_fit_are_told(simulate: Callable[..., RunFolder]
     assert resimulated(run, COST).notes == []
 
 
+def test_what_a_prefix_cache_spared_the_measured_engine_is_told(
+    simulate: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:  # case I6
+    run = simulate("--burst-size 4 --prompt-len 8 --repeats 1")
+    assert resimulated(run, COST).notes == []
+    read = RunFolder.read_requests
+    monkeypatch.setattr(
+        RunFolder, "read_requests", lambda self, **flags: read(self, **flags).assign(cached_tokens=2)
+    )
+    assert resimulated(run, COST).notes == [
+        "25.0 % of the measured prompt tokens came from a prefix cache, simulated ones are all computed"
+    ]
+
+
 def test_text_is_tokenised_and_token_ids_are_not(simulate: Callable[..., RunFolder]) -> None:
     run = simulate("--burst-size 8 --prompt-len 8 --repeats 1")
     costly = CostModel("costly text", COST.step, submit=SubmitCost(token_s=0.01))

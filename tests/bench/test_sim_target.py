@@ -158,6 +158,7 @@ def attempt_of(sent: Sent) -> Attempt:
         attempt.inflight = fate.inflight if isinstance(fate, SchedulerManagerOverloadedError) else None
         return attempt
     attempt.timings, attempt.inflight = Timings.of(fate), fate.ticket.inflight_before
+    attempt.cached_tokens = fate.cached_tokens
     attempt.predicted_ttft_s = fate.ticket.predicted_ttft_s
     attempt.gave_up_s = sent.gave_up_s
     tokens = zip(sent.received_s, fate.token_times_s, strict=False)

@@ -24,7 +24,8 @@ from roseinfer.bench.validity import check_cell
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import RunError
 from roseinfer.executor import Clock, StepPlan
-from roseinfer.manager import Prompt, SchedulerManager
+from roseinfer.manager import SchedulerManager
+from roseinfer.prompt import Prompt
 from roseinfer.request import TokenEvent
 from roseinfer.stream import Mailbox
 from tests.bench.experiments import burst, cell_of, experiment, workload

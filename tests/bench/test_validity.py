@@ -445,3 +445,32 @@ def test_slots_freed_while_sending_have_no_meaning_for_paced_arrivals() -> None:
 def test_slots_freed_while_sending_have_no_meaning_without_an_attempt() -> None:
     unsent = measured().assign(reserved_s=np.nan, rejected_s=np.nan, released_s=np.nan)
     assert slots_freed_during_burst(unsent) is None
+
+
+# --- the prefix cache
+
+
+def test_hits_of_prompts_that_share_nothing_are_found() -> None:  # cases I5, I7
+    burst = change(measured(limit=None), 2, "cached_tokens", 16)
+    facts = replace(facts_of(burst), may_be_cached=False)
+    assert "16 prompt tokens of 1 request (request_index 2) came from a prefix cache" in the_reason(
+        burst, facts
+    )
+
+
+def test_hits_that_were_asked_for_are_none_of_its_business() -> None:
+    burst = change(measured(limit=None), 2, "cached_tokens", 16)
+    assert check_cell(burst, replace(facts_of(burst), may_be_cached=True)) == []
+
+
+def test_who_tries_again_may_find_what_its_own_earlier_try_left() -> None:  # --per-try-timeout
+    burst = change(measured(limit=None), 2, "cached_tokens", 16)
+    facts = replace(facts_of(burst), may_be_cached=False)
+    assert check_cell(change(burst, 2, "attempts", 2), facts) == []
+    assert check_cell(change(burst, 3, "attempts", 2), facts) != []
+
+
+@pytest.mark.parametrize("cached_tokens", [None, 0, 15])
+def test_fewer_equal_tokens_than_a_block_may_be_chance(cached_tokens: int | None) -> None:
+    burst = measured(limit=None).assign(cached_tokens=cached_tokens)
+    assert check_cell(burst, replace(facts_of(burst), may_be_cached=False)) == []

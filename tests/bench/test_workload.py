@@ -48,6 +48,21 @@ def test_another_seed_and_another_repeat_have_prompts_of_their_own() -> None:  #
     assert not a & c
 
 
+def test_a_server_gets_other_prompts_for_each_shape() -> None:  # cases I5, I7
+    made = source(prompt_len="8,12", burst_size="6,9", target="http://127.0.0.1:8000/v1")
+    beginnings = [
+        {str(prompt)[:9] for prompt in made.draw(cell, 0).prompts} for cell in made._experiment.cells
+    ]
+    assert len(set[str]().union(*beginnings)) == sum(map(len, beginnings)) == 30
+
+
+@pytest.mark.parametrize("target", [{}, {"target": "sim", "cost_model": "x.json"}])
+def test_of_an_engine_a_cell_is_the_same_whatever_cells_are_beside_it(target: dict[str, Any]) -> None:
+    alone, among = (source(burst_size=sizes, **target) for sizes in ("9", "6,9"))
+    cell = alone._experiment.cells[0]
+    assert contents(alone.draw(cell, 1)) == contents(among.draw(cell, 1))
+
+
 def test_warm_up_prompts_are_never_measured() -> None:  # case I3
     measured = {str(prompt) for repeat in range(8) for prompt in draw(repeat=repeat).prompts}
     warm = {str(prompt) for run in range(3) for prompt in draw(repeat=WARM_UP + run).prompts}

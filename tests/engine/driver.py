@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from roseinfer.admission import Ticket
 from roseinfer.engine.engine import InferenceEngine
 from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan, StepResult
 from roseinfer.request import Request, SamplingParams
+from roseinfer.ticket import Ticket
 
 NUM_BLOCKS = 64
 

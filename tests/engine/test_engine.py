@@ -67,6 +67,9 @@ def test_a_folder_is_described(saved: Path) -> None:
         "matrix_parameters": 2 * (48 * 48 * 3 + 3 * 48 * 64),
         "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
         "kv_bytes_per_token": 2 * 2 * 2 * 12 * itemsize,
+        "kv_layout": "contiguous",
+        "attention": "SDPA",
+        "cuda_graph": False,
     }
 
 
@@ -141,6 +144,20 @@ def test_tokenizers_are_separate_objects(engine: InferenceEngine) -> None:
     assert engine.make_tokenizer().tokenizer is not engine.make_tokenizer().tokenizer
 
 
+# Layout of the cache.
+
+
+@pytest.mark.parametrize(
+    ("paged_attn", "layout"), [(None, "contiguous"), (False, "contiguous"), (True, "paged")]
+)
+def test_a_cpu_keeps_each_request_in_one_piece_unless_told_otherwise(
+    paged_attn: bool | None, layout: str
+) -> None:
+    loaded = LoadedModel(make_model(CONFIGS["llama"]), builtin_tokenizer(), frozenset(), "random")
+    engine = InferenceEngine(loaded, name="tiny", paged_attn=paged_attn)
+    assert (engine.description.kv_layout, engine.paged_attn) == (layout, layout == "paged")
+
+
 # Values that cannot work.
 
 
@@ -152,6 +169,7 @@ def test_tokenizers_are_separate_objects(engine: InferenceEngine) -> None:
         {"max_model_len": CONTEXT + 1},
         {"max_model_len": 1},
         {"num_threads": 0},
+        {"cuda_graph": True},
     ],
     ids=str,
 )

@@ -17,11 +17,12 @@ NEW_TOKENS = 8
 
 
 NATIVE = {"native": True, "transformers": False}
+LAYOUTS = ("contiguous", "paged")
 
 
 @cache
-def engine_of(family: str, path: str = "native") -> InferenceEngine:
-    return make_engine(CONFIGS[family], native=NATIVE[path])
+def engine_of(family: str, path: str = "native", layout: str = "contiguous") -> InferenceEngine:
+    return make_engine(CONFIGS[family], native=NATIVE[path], paged_attn=layout == "paged")
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
@@ -33,31 +34,34 @@ def expected(family: str, request: Request) -> list[int]:
     return generated(family, tuple(request.prompt_ids), NEW_TOKENS)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63])
-def test_alone(family: str, length: int, path: str) -> None:
-    driver = Driver(engine_of(family, path))
+def test_alone(family: str, length: int, path: str, layout: str) -> None:
+    driver = Driver(engine_of(family, path, layout))
     request = driver.request(prompt_of(length))
     for _ in range(NEW_TOKENS):
         driver.step(request)
     assert request.output_ids == expected(family, request)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_with_strangers(family: str, path: str) -> None:
-    driver = Driver(engine_of(family, path))
+def test_batched_with_strangers(family: str, path: str, layout: str) -> None:
+    driver = Driver(engine_of(family, path, layout))
     requests = [driver.request(prompt_of(length)) for length in (17, 17, 1, 33, 16, 5)]
     for _ in range(NEW_TOKENS):
         driver.step(*requests)
     assert [r.output_ids for r in requests] == [expected(family, r) for r in requests]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", range(1, 65))
-def test_chunked(family: str, chunk: int) -> None:
-    driver = Driver(engine_of(family))
+def test_chunked(family: str, chunk: int, layout: str) -> None:
+    driver = Driver(engine_of(family, layout=layout))
     request = driver.request(prompt_of(64))
     while not request.is_prefilled:
         driver.step((request, chunk))
@@ -66,13 +70,14 @@ def test_chunked(family: str, chunk: int) -> None:
     assert request.output_ids == expected(family, request)[:4]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
-def test_joining_and_leaving_at_any_step(family: str, path: str, data: st.DataObject) -> None:
+def test_joining_and_leaving_at_any_step(family: str, path: str, layout: str, data: st.DataObject) -> None:
     """Up to four requests run; each waits, goes on by a chunk, or leaves early; a newcomer takes its blocks."""
-    driver = Driver(engine_of(family, path), num_blocks=20)
+    driver = Driver(engine_of(family, path, layout), num_blocks=20)
     arriving = [driver.request(prompt_of(length, 1)) for length in (40, 3)]
     running: list[Request] = []
     arrived = 2

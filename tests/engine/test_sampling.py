@@ -15,7 +15,8 @@ def draws(n: int, logits: torch.Tensor = LOGITS, *, seed: int = 0, **params: Any
     """Tokens at positions 1 .. n of one request over constant logits."""
     request = Request(0, SamplingParams(max_new_tokens=n, **params), None, seed, [0], 0.0)  # type: ignore[arg-type]
     for _ in range(n):
-        request.output_ids += sample(logits[None], [request]).tolist()
+        position = request.prompt_len + len(request.output_ids)
+        request.output_ids += sample(logits[None], [request], [position]).tolist()
     return request.output_ids
 
 
@@ -86,5 +87,5 @@ def test_rows_of_one_batch_have_parameters_of_their_own() -> None:
         Request(i, SamplingParams(**params), None, 0, [0], 0.0)  # type: ignore[arg-type]
         for i, params in enumerate(({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}))
     ]
-    alone = [sample(LOGITS[None], [request]).item() for request in requests]
-    assert sample(LOGITS.expand(3, -1), requests).tolist() == alone
+    alone = [sample(LOGITS[None], [request], [1]).item() for request in requests]
+    assert sample(LOGITS.expand(3, -1), requests, [1] * 3).tolist() == alone

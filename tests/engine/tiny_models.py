@@ -68,9 +68,12 @@ def make_engine(
     max_model_len: int | None = None,
     native: bool = True,
     dtype: torch.dtype = torch.float32,
+    paged_attn: bool = False,
 ) -> InferenceEngine:
     loaded = LoadedModel(make_model(config, dtype), builtin_tokenizer(), frozenset(), "random (seed 0)")
-    return InferenceEngine(loaded, name="tiny", max_model_len=max_model_len, native=native)
+    return InferenceEngine(
+        loaded, name="tiny", max_model_len=max_model_len, native=native, paged_attn=paged_attn
+    )
 
 
 @cache

@@ -24,9 +24,20 @@ def test_a_completion_has_text_usage_and_timings() -> None:
     assert answer["id"].startswith("cmpl-")
     (choice,) = answer["choices"]
     assert choice == {"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert answer["timings"]["prompt_tokens"] == 3
     assert answer["timings"]["completion_tokens"] == 4
+
+
+def test_usage_tells_what_the_prefix_cache_knew() -> None:
+    with an_app() as app:
+        usages = [complete(app, prompt="x" * 40, max_tokens=1).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 32]
 
 
 def test_a_streamed_completion_has_the_same_text_and_ends_with_done() -> None:
@@ -43,7 +54,12 @@ def test_usage_is_a_last_chunk_of_its_own_where_it_was_asked_for() -> None:
     with an_app() as app:
         *others, last = events_of(complete(app, max_tokens=4, **USAGE).text)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 1, "completion_tokens": 4, "total_tokens": 5}
+    assert last["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 4,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert last["timings"]["completion_tokens"] == 4
     assert all(event["usage"] is None and "timings" not in event for event in others)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from fastapi import FastAPI
 
 from roseinfer.server import cli
@@ -70,6 +71,24 @@ def test_the_limit_is_printed_and_said_to_be_of_this_process(
     (line,) = capsys.readouterr().err.splitlines()
     assert "at most 16 requests in flight in this process (each process counts its own)" in line
     assert manager_of(started[0]["app"]).admission.limit == 16
+
+
+@pytest.mark.parametrize(("flags", "is_on"), [((), True), (("--no-prefix-cache",), False)])
+def test_the_prefix_cache_is_on_unless_it_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch, started: list[dict[str, Any]], flags: tuple[str, ...], is_on: bool
+) -> None:
+    assert run(monkeypatch, "--port", "0", *flags) == 0
+    assert manager_of(started[0]["app"])._core.scheduler.kv_cache.caches_prefixes == is_on
+
+
+def test_ranges_where_torch_has_none_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], started: list[dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert run(monkeypatch, "--port", "0", "--nvtx") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("roseinfer-serve: --nvtx True: this torch was built without CUDA")
+    assert started == []
 
 
 def test_without_a_limit_it_says_so(

@@ -112,7 +112,12 @@ def status_and_headers(answer: str) -> tuple[int, dict[str, str], dict[str, Any]
 def test_a_stream(server: Server) -> None:
     events = events_of(server.complete("-N", stream=True, stream_options={"include_usage": True}))
     assert text_of(events) == "abcde"
-    assert events[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 5, "total_tokens": 6}
+    assert events[-1]["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 5,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_a_whole_answer(server: Server) -> None:

@@ -46,6 +46,17 @@ def test_answers_are_counted_by_how_they_ended_and_their_stages_measured() -> No
     assert found["roseinfer_inter_token_latency_seconds_count"] == 4 + 4 + 1
 
 
+def test_what_the_prefix_cache_knew_is_counted() -> None:
+    with an_app() as app:
+        before = samples(app)
+        for _ in range(3):
+            complete(app, prompt="x" * 40, max_tokens=1)
+        found = samples(app)
+    names = ("prompt_tokens", "cached_prompt_tokens", "prefix_cache_hits")
+    assert [before[f"roseinfer_{name}_total"] for name in names] == [0, 0, 0]
+    assert [found[f"roseinfer_{name}_total"] for name in names] == [120, 64, 2]
+
+
 def test_refusals_are_counted_by_reason_from_zero_on() -> None:
     with an_app(max_inflight_requests=1) as app:
         assert samples(app)["roseinfer_refusals_total/max_inflight"] == 0

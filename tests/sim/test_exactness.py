@@ -148,6 +148,7 @@ class Replay:
             cost_model=limits.cost_model,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_tokens=limits.kv_cache_tokens,
+            prefix_cache=False,
             clock=self.clock,
             start=False,
         )

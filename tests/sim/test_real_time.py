@@ -122,7 +122,7 @@ def shift_s(measured: CellResult, simulated: CellResult) -> float:
 def test_real_time_and_virtual_time_agree(name: str) -> None:
     script = SCRIPTS[name]
     load = {"num_requests": len(script.due_s), "submit_interval_ms": 50.0, **script.flags}
-    made = experiment(pretok=True, tokenize_workers=0, **load)
+    made = experiment(pretok=True, tokenize_workers=0, prefix_cache=False, **load)
     virtual = experiment(target="sim", cost_model="unread.json", **load)
     simulated = SimTarget(MODEL, virtual).run(virtual.cells[0], script.workload())
     for _ in range(TRIES):

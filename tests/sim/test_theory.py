@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from roseinfer.admission import Admission, Ticket
+from roseinfer.admission import Admission
 from roseinfer.errors import SchedulerManagerOverloadedError
 from roseinfer.executor import StepPlan
 from roseinfer.request import Request
 from roseinfer.sim.virtual import Arrival, SimLimits, simulate
+from roseinfer.ticket import Ticket
 from tests.sim.queueing import (
     Finite,
     erlang_b,

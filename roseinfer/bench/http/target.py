@@ -145,6 +145,7 @@ class HttpTarget:
                 peak_outstanding=played.peak_outstanding,
                 ramp_s=load.ramp_s if load.is_closed else None,
                 ran_out_s=played.ran_out_s if load.ends_by_time_alone else None,
+                may_be_cached=self._experiment.prompts_may_be_alike,
                 client_busy_share_max_100ms=played.client_load.busy_share_max_100ms,
                 client_longest_turn_s=played.client_load.longest_turn_s,
                 client_p99_read_lag_s=played.client_load.p99_read_lag_s,

@@ -44,6 +44,7 @@ class Client:
         self.endpoint: Endpoint | None = None
         self.workers = 0
         self.connections = 5
+        self.cached_tokens: int | None = None  # what the server says of each prompt
 
     def play(
         self,
@@ -64,7 +65,12 @@ class Client:
     def answer(self, due_s: float) -> HttpAttempt:
         sent_s, first_s = due_s + 0.0001, due_s + 0.001
         return HttpAttempt(
-            sent_s=sent_s, head_s=first_s, ended_s=first_s, status_code=200, deliveries=[(first_s, 1)]
+            sent_s=sent_s,
+            head_s=first_s,
+            ended_s=first_s,
+            status_code=200,
+            deliveries=[(first_s, 1)],
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -142,6 +148,20 @@ def test_rows_and_facts_pass_the_rules_and_claim_no_slot(client: Client, tmp_pat
     assert result.notes["client"] == {**LOAD._asdict(), "connections": 5, "resent": 2, "workers": 1}
     assert result.facts.client_busy_share_max_100ms == 0.75
     assert (result.facts.client_longest_turn_s, result.facts.client_p99_read_lag_s) == (0.002, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reasons"),
+    [({}, 1), ({"prefix_len": 2, "prompt_len": "5"}, 0), ({"prompt": "x"}, 0), ({"api": "chat"}, 0)],
+)
+def test_a_server_that_has_met_the_prompts_before_is_found(
+    client: Client, tmp_path: Path, flags: dict[str, Any], reasons: int
+) -> None:  # cases I5, I7
+    client.cached_tokens = 32
+    result = run(**flags)
+    folder = RunFolder.create(tmp_path, "one", "run", {})
+    folder.write_cell("cell", 0, result.requests, result.steps, result.facts.to_json())
+    assert len(check_cell(folder.read_requests(), result.facts)) == reasons
 
 
 def test_tries_are_kept_where_clients_retry(

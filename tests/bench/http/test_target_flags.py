@@ -26,6 +26,13 @@ def refused(**flags: Any) -> InputError:
         ({"max_batch_size": 8}, "--max-batch-size"),
         ({"kv_cache_tokens": 80}, "--kv-cache-tokens"),
         ({"max_model_len": 80}, "--max-model-len"),
+        ({"prefix_cache": False}, "--prefix-cache"),
+        ({"prefix_cache": True}, "--prefix-cache"),
+        ({"paged_attn": False}, "--paged-attn"),
+        ({"cuda_graph": False}, "--cuda-graph"),
+        ({"nvtx": True}, "--nvtx"),
+        ({"device": "auto"}, "--device"),  # as it is without the flag: nothing would read it either
+        ({"tokenize_workers": 0}, "--tokenize-workers"),
         ({"pretok": True}, "--pretok"),
         ({"tokenize_workers": 2}, "--tokenize-workers"),
         ({"cost_model": "x.json"}, "--cost-model"),
@@ -46,6 +53,10 @@ def refused(**flags: Any) -> InputError:
 )
 def test_what_a_server_cannot_be_told_is_refused(flags: dict[str, Any], name: str) -> None:
     assert refused(target=URL, **flags).name == name
+
+
+def test_a_switch_that_is_off_asks_a_server_for_nothing() -> None:
+    assert not experiment(target=URL, pretok=False).options.pretok
 
 
 @pytest.mark.parametrize("target", ["engine", "sim"])
