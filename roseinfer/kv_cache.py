@@ -21,8 +21,8 @@ class KVCache:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # A stack that starts with block 0 on top: the block freed last is warm in the cache and used first.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []  # a stack: the block freed last is warm in the cache and used first
+        self._num_touched = 0  # blocks from this one on were never handed out, and are free too
         self._owned: dict[int, list[int]] = {}
 
     @property
@@ -32,20 +32,27 @@ class KVCache:
     @property
     def used_tokens(self) -> int:
         """Tokens that blocks are reserved for, rounded up to whole blocks."""
-        return (self.num_blocks - len(self._free)) * KV_BLOCK_TOKENS
+        return (self.num_blocks - self._num_free) * KV_BLOCK_TOKENS
+
+    @property
+    def _num_free(self) -> int:
+        return self.num_blocks - self._num_touched + len(self._free)
 
     def can_allocate(self, n_tokens: int) -> bool:
-        return blocks_for(n_tokens) <= len(self._free)
+        return blocks_for(n_tokens) <= self._num_free
 
     def allocate(self, request_id: int, n_tokens: int) -> list[int]:
         """The block table of a request: int[blocks_for(n_tokens)], in order of position."""
         n_blocks = blocks_for(n_tokens)
-        if request_id in self._owned or n_blocks > len(self._free):
+        if request_id in self._owned or n_blocks > self._num_free:
             raise InvariantError(f"request {request_id}: cannot allocate {n_blocks} blocks")
-        kept = len(self._free) - n_blocks
+        kept = max(len(self._free) - n_blocks, 0)
         table = self._free[kept:]
         del self._free[kept:]
         table.reverse()
+        untouched = self._num_touched
+        self._num_touched += n_blocks - len(table)
+        table += range(untouched, self._num_touched)
         self._owned[request_id] = table
         return table
 
@@ -63,12 +70,12 @@ class KVCache:
     def check(self) -> None:
         """Raises InvariantError unless every block is either free or owned, once."""
         n_blocks = 0
-        # Not a sort: tests of long runs check after every step, and it would take them minutes.
-        seen = bytearray(self.num_blocks)
+        # Neither a sort nor a look at every block that there is: tests of long runs check after every step.
+        seen = bytearray(self._num_touched)
         for blocks in (self._free, *self._owned.values()):
             n_blocks += len(blocks)
             for block in blocks:
-                if 0 <= block < self.num_blocks:  # else -1 would pass for the last one
+                if 0 <= block < self._num_touched:  # else -1 would pass for the last one
                     seen[block] = 1
-        if n_blocks != self.num_blocks or not all(seen):
+        if n_blocks != self._num_touched or 0 in seen or self._num_touched > self.num_blocks:
             raise InvariantError("KV blocks: free + owned is not the whole, or a block is counted twice")

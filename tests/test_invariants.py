@@ -22,8 +22,8 @@ class Scene:
 
     def __init__(self) -> None:
         driver = CoreDriver(limit=6, batch=2, budget=10)
-        self.unread = driver.add(4, 1)
-        driver.step()
+        self.unread = driver.add(70, 1)
+        driver.steps()
         self.decoding, self.half = driver.add(4, 8), driver.add(25, 8)
         driver.step()
         self.waiting, self.tokenising = driver.add(4, 8), driver.add(4, 8, text=True)
@@ -40,6 +40,8 @@ BROKEN: dict[str, Callable[[Scene], object]] = {
     "a block is free twice": lambda s: s.kv_cache._free.append(s.kv_cache._free[0]),
     "a block is none of the cache's": lambda s: s.kv_cache._free.__setitem__(0, -1),
     "a block is past the last one": lambda s: s.kv_cache._free.__setitem__(0, s.kv_cache.num_blocks),
+    "a block was handed out, to nobody": lambda s: vars(s.kv_cache).update(_num_touched=6),
+    "an owned block was never handed out": lambda s: s.half.block_table.__setitem__(0, 5),
     "a block is free and owned": lambda s: s.kv_cache._free.append(s.decoding.block_table[0]),
     "a block has two owners": lambda s: s.half.block_table.__setitem__(0, s.decoding.block_table[0]),
     "one that ended owns blocks": lambda s: s.kv_cache.allocate(s.unread.request_id, 16),
@@ -161,7 +163,7 @@ def test_what_stays_after_a_drain_is_found(
 
 def test_the_books_of_every_manager_are_checked_after_each_step(invariants: Watched) -> None:
     def compute(plan: StepPlan) -> None:
-        manager._core.scheduler.kv_cache._free.pop()
+        manager._core.scheduler.kv_cache._num_touched += 1
 
     manager = by_hand(ScriptedEngine(compute))
     manager.submit([1])
