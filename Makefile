@@ -12,12 +12,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:
 	@echo 'make setup   .venv with roseinfer, all it needs and the test tools; a second call takes no time'
 	@echo 'make sweep   setup, then roseinfer-bench sweep --max-inflight 0,16,64 (0 = no limit)'
-	@echo 'make test    setup, then lint, format check, type check and tests'
+	@echo 'make test    setup, then lint, format check, type check and tests, in two processes'
 	@echo 'make clean   remove .venv, caches and build outputs; results stay'
 	@echo
 	@echo 'PYTHON=python3.12   the Python that makes .venv (3.11 or newer)'
 	@echo 'TORCH_INDEX=URL     package index that torch, and nothing else, is taken from; remembered in .venv'
-	@echo 'ARGS="..."          more arguments for the sweep, or for pytest'
+	@echo 'ARGS="..."          more arguments for the sweep, or for pytest (ARGS="-n 0": in one process)'
 
 sweep: setup
 	.venv/bin/roseinfer-bench sweep --max-inflight 0,16,64 $(ARGS)
@@ -26,7 +26,7 @@ test: setup
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/python -m mypy
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -198,7 +198,7 @@ class KVCache:
                 if 0 <= block < self.num_blocks:  # else -1 would pass for the last one
                     seen[block] = 1
         shared = sum(users - 1 for users in self._users if users > 1) if self._prefixes is not None else 0
-        if n_blocks - shared != self.num_blocks or not all(seen):
+        if n_blocks - shared != self.num_blocks or 0 in seen:
             raise InvariantError("KV blocks: free + owned is not the whole, or a block is counted twice")
         if self._prefixes is not None:
             self._check_prefixes(self._prefixes)

@@ -146,6 +146,7 @@ def test_clones_in_eight_threads() -> None:  # case B13
     assert answers == [TOKENIZER.encode(MIXED)] * 160
 
 
+@pytest.mark.alone
 def test_encoding_a_megabyte_lets_other_threads_run() -> None:  # case B28
     text = "Hello" * 200_000
     gaps = [0.0]

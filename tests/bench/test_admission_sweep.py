@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
@@ -17,7 +19,7 @@ from roseinfer.bench.rows import CellResult
 from roseinfer.bench.store import RunFolder
 from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.validity import check_cell
-from tests.bench.asking import Answer, Ask
+from tests.bench.asking import Answer, Ask, ask_in
 from tests.bench.experiments import burst, experiment
 from tests.scripted import ScriptedEngine
 
@@ -29,21 +31,36 @@ SWEEP = (
     *("sweep", "--admission", "none,tokens:800,inflight:4,tokens:400,tokens:600+inflight:6"),
     *("--burst-size", "24", "--prompt-len", "80", "--prompt-len-dist", "lognormal:0.6", "--repeats", "3"),
     *("--max-new-tokens", "8", "--target", "sim", "--cost-model", COST_MODEL, "--quiet"),
-    *("-o", "out", "--run-id", "run"),
+    *("-o", "out", "--run-id", "run", "--slo", "p50_ttft:600"),
 )
 
 
-@pytest.fixture(autouse=True)
-def _little_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage() -> Iterator[None]:
     """All of torch is on this heap, and every cell collects it."""
-    monkeypatch.setattr(gc, "collect", lambda generation=2: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        yield
+
+
+class Swept(NamedTuple):
+    folder: Path
+    answer: Answer
+
+
+@pytest.fixture(scope="module")
+def swept_once(tmp_path_factory: pytest.TempPathFactory, little_garbage: None) -> Swept:
+    folder = tmp_path_factory.mktemp("swept")
+    answer = ask_in(folder, *SWEEP)
+    assert answer.code == 0, answer.out + answer.err
+    return Swept(folder, answer)
 
 
 @pytest.fixture
-def swept(ask: Ask) -> Answer:
-    answer = ask(*SWEEP, "--slo", "p50_ttft:600")
-    assert answer.code == 0, answer.out + answer.err
-    return answer
+def swept(swept_once: Swept, tmp_path: Path, ask: Ask) -> Answer:
+    """What SWEEP said, and a copy of what it left where `ask` asks."""
+    shutil.copytree(swept_once.folder, tmp_path, dirs_exist_ok=True)
+    return swept_once.answer
 
 
 @pytest.fixture

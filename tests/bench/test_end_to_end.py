@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from roseinfer.bench.cli import main
@@ -197,8 +198,19 @@ def test_no_result_tells_where_it_was_measured(model: Path, swept: tuple[RunFold
 
 
 def test_plot_draws_a_run_again(
-    swept: tuple[RunFolder, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    swept: tuple[RunFolder, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def touch(figure: Figure, folder: Path, name: str) -> list[Path]:
+        """They were drawn for real when the run was made."""
+        files = [folder / f"{name}.png", folder / f"{name}.svg"]
+        for file in files:
+            file.touch()
+        return files
+
+    monkeypatch.setattr("roseinfer.bench.plots.save", touch)
     folder, _ = swept
     assert ask(["plot", str(folder.path), "-o", str(tmp_path / "drawn")]) == 0
     drawn = {Path(line).name for line in capsys.readouterr().out.splitlines()}
@@ -216,20 +228,19 @@ main()
 """
 
 
-def fresh_process(*words: str) -> subprocess.Popen[str]:
-    """`roseinfer-bench` as a user starts it: nothing is set that this process set for itself."""
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    command = [sys.executable, "-c", INTERRUPTIBLE, *words]
-    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.fixture(scope="module")
 def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """The folder of a sweep that got Ctrl-C in its third cell or a little later, its exit code and stderr."""
+    """The folder of a sweep that got Ctrl-C in its third cell or a little later, its exit code and stderr.
+
+    In a process as a user starts it: nothing is set that this one set for itself.
+    """
     results = tmp_path_factory.mktemp("stopped")
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     words = [*SWEEP.split(), "--repeats", "6", "--model", str(model), "-o", str(results), "--run-id", "run"]
-    told = ""
-    with fresh_process(*words) as process:
+    command, told = [sys.executable, "-c", INTERRUPTIBLE, *words], ""
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             told += line
@@ -256,6 +267,7 @@ def test_a_local_model_must_be_named_again(
     assert "add --model PATH" in line
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_after_ctrl_c_the_finished_cells_are_whole_and_the_sweep_goes_on(
     stopped: tuple[Path, int, str], model: Path
 ) -> None:
@@ -266,11 +278,7 @@ def test_after_ctrl_c_the_finished_cells_are_whole_and_the_sweep_goes_on(
     assert 2 <= len(folder.finished_cells()) < 12
     assert set(before.groupby(["cell_id", "repeat"]).size()) == {12}
 
-    with fresh_process("sweep", "--resume", str(path), "--model", str(model)) as process:
-        _, told = process.communicate()
-    assert process.returncode in (0, 4), (
-        told
-    )  # a loaded machine may send the bursts too slowly: measured, but invalid
+    assert ask(["sweep", "--resume", str(path), "--model", str(model), "--quiet"]) == 0
     after = RunFolder.open(path).read_requests()
     assert len(after) == 12 * 12
     pd.testing.assert_frame_equal(after.merge(before[["cell_id", "repeat", "request_index"]]), before)

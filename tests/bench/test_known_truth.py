@@ -150,6 +150,7 @@ ARRIVALS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arrival", ARRIVALS)
 def test_every_stage_comes_back(monkeypatch: pytest.MonkeyPatch, arrival: str) -> None:
     due_s = ARRIVALS[arrival]
@@ -163,6 +164,7 @@ def test_every_stage_comes_back(monkeypatch: pytest.MonkeyPatch, arrival: str) -
     assert (rows["ttft_s"] >= ends_s - due_s - sum(STEPS_S[1:]) - 1e-6).all()
 
 
+@pytest.mark.alone
 def test_latency_counts_from_the_schedule_also_where_the_client_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # case C1
@@ -194,6 +196,7 @@ def test_latency_from_the_schedule_is_exact_on_a_virtual_clock() -> None:  # cas
     assert first_token_s - sent_s == pytest.approx(0.5, abs=1e-12)
 
 
+@pytest.mark.alone
 def test_one_stall_in_twenty_streams_is_the_largest_gap(monkeypatch: pytest.MonkeyPatch) -> None:  # case E7
     steps_s = [[0.001] * 5 for _ in range(20)]
     steps_s[11][3] = 0.250

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from roseinfer.bench import plots
 from roseinfer.bench.figure_style import Caption
 from roseinfer.bench.forecast_figure import draw_forecast, forecast_figure_data
-from roseinfer.bench.plots import draw_all
 from roseinfer.bench.summary import summarise
 from roseinfer.bench.who_is_refused import LENGTH, PLACE, draw_who_is_refused, who_is_refused_data
 from tests.bench.rows import facts_by_cell, measured
@@ -126,12 +126,13 @@ def test_without_a_forecast_there_is_no_figure() -> None:
     assert forecast_figure_data(measured(burst_size=4)).empty
 
 
-def test_a_run_draws_both(tmp_path: Path) -> None:
+def test_a_run_draws_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "save", lambda figure, folder, name: [folder / f"{name}.png"])
     made = predicted(20)
     made.loc[18:, ["outcome", "reject_reason"]] = ["rejected", "slo"]
     made.loc[18:, "rejected_s"] = made.loc[18:, "sent_s"]
     summary = summarise(made, facts_by_cell(made))
-    files = draw_all(made, summary, CAPTION, tmp_path, workload=workload([*range(1, 21)]))
+    files = plots.draw_all(made, summary, CAPTION, tmp_path, workload=workload([*range(1, 21)]))
     assert {"who_is_refused.png", "predicted_ttft.csv"} <= {file.name for file in files}
 
 

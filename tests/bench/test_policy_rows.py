@@ -175,7 +175,7 @@ def test_the_engine_in_this_process_gets_classes_and_deadlines() -> None:
 
 def test_the_engine_in_this_process_drops_what_is_late() -> None:
     engine = ScriptedEngine()
-    made = experiment(num_requests=3, max_batch_size=1, ttft_deadline="1ms")
+    made = experiment(num_requests=3, max_batch_size=1, ttft_deadline="0.001ms")
     rows = InProcessTarget(engine, made).run(made.cells[0], burst_of(engine, 3)).requests
     late = rows[rows["outcome"] == "timeout"]
     assert len(late)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.bench import environment, session
+from roseinfer.bench import session
 from roseinfer.bench.probe import Probe, Prober
 from roseinfer.bench.store import RunFolder
 from roseinfer.errors import InputError, RunError
@@ -30,11 +30,9 @@ GOAL = ("--slo", "p95_ttft:250")
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_probes() -> Iterator[None]:
-    """All of torch is on this heap, and every cell collects it; every probe asks git and reads the sources."""
+    """All of torch is on this heap, and every cell collects it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
-        patch.setattr(environment, "_git", lambda checkout: None)
-        patch.setattr(environment, "_source_sha256", lambda: "0" * 64)
         yield
 
 

@@ -118,6 +118,7 @@ def shift_s(measured: CellResult, simulated: CellResult) -> float:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_real_time_and_virtual_time_agree(name: str) -> None:
     script = SCRIPTS[name]

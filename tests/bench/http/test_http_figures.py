@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from roseinfer.admission_spec import AdmissionSpec
+from roseinfer.bench import plots
 from roseinfer.bench.figure_style import Caption
 from roseinfer.bench.gantt import draw_gantt, gantt_data
 from roseinfer.bench.http.exchange import Failure, HttpAttempt, HttpRequest
 from roseinfer.bench.http.rows import request_row
-from roseinfer.bench.plots import draw_all
 from roseinfer.bench.records import derive
 from roseinfer.bench.report import conclusions, explain_lines, slots_freed_lines, tables
 from roseinfer.bench.steady_state import recoveries_s
@@ -97,10 +98,11 @@ def test_a_burst_on_a_load_has_no_recovery_that_nobody_measured() -> None:
     assert recoveries_s(derived).size == 0
 
 
-def test_figures_show_what_the_client_saw(tmp_path: Path) -> None:
+def test_figures_show_what_the_client_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "save", lambda figure, folder, name: [folder / f"{name}.png"])
     requests = rows()
     summary = summarise(requests, {("c", 0): FACTS})
-    files = draw_all(requests, summary, CAPTION, tmp_path, steps=pd.DataFrame())
+    files = plots.draw_all(requests, summary, CAPTION, tmp_path, steps=pd.DataFrame())
     names = {path.stem for path in files}
     assert "burst_gantt" in names
     assert not names & {"timeline", "p99_explained"}
