@@ -154,7 +154,7 @@ def doctor(
 ) -> None:
     """Say what the engine would use here and why, and how near its ceilings it comes; the last line is JSON.
 
-    Exit code 1 if two of the engine's paths give different tokens.
+    Exit code 1 if two of the engine's paths give different tokens, or an attention kernel differs from SDPA.
     """
     from roseinfer.bench.doctor import examine, paths_differ
     from roseinfer.openmp import sleep_while_waiting
@@ -165,7 +165,7 @@ def doctor(
     )
     print(json.dumps(found, allow_nan=False))
     if differ := paths_differ(found):
-        raise typer.Exit(_say(f"different tokens: {', '.join(differ)}", EXIT_FAILED))
+        raise typer.Exit(_say(f"these differ: {', '.join(differ)}", EXIT_FAILED))
 
 
 def _version(show: bool) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from roseinfer.bench.doctor_burst import seed_experiment
+from roseinfer.bench.doctor_kernels import compare_kernels
 from roseinfer.bench.doctor_paths import Agreement, compare_paths
 from roseinfer.bench.environment import describe_environment
 from roseinfer.executor import StepRecord
@@ -15,6 +16,7 @@ from roseinfer.request import SamplingParams
 
 if TYPE_CHECKING:
     from roseinfer.engine import InferenceEngine
+    from roseinfer.engine.varlen import Flash
 
 Say = Callable[[str], None]
 
@@ -65,6 +67,12 @@ def examine(model: str, *, device: str, dtype: str, num_threads: int | None, say
     for name, pair in paths.items():
         if pair is not None:
             say(f"{name}, tiny models in float32: {_same(pair)}")
+    if used.attention != "SDPA":
+        kernels = compare_kernels(cast("Flash", used.attention), on, as_dtype)
+        paths[f"{used.attention} against SDPA"] = kernels
+        say(
+            f"attention {used.attention} against SDPA in float32: {kernels.same} of {kernels.compared} queries agree"
+        )
     agreement = _agreement(engine, theirs)
     say(f"native against transformers, greedy: {_same(agreement)}")
     prompt_tokens = min(PROMPT_TOKENS, used.max_model_len - 1)

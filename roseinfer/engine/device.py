@@ -28,6 +28,16 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def settle_kernels(device: torch.device) -> None:
+    """Switches cuDNN's attention off in this process where the device is a GPU; elsewhere it does nothing.
+
+    SDPA would prefer it on Hopper. It plans anew for every shape and in every thread, tens of ms each, and contexts
+    grow with every step.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """ "auto" is bf16 where the device computes it fast, else fp32."""
     if dtype == "auto":

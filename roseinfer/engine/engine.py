@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype
+from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype, settle_kernels
 from roseinfer.engine.executor import TorchExecutor
 from roseinfer.engine.gpt2 import GPT2
 from roseinfer.engine.graphs import DecodeGraphs
@@ -96,6 +96,7 @@ class InferenceEngine:
         matrices, head = _matrix_parameters(model)
         self._model, implementation = _implementation(model, self._max_model_len, native)
         self._device = model.device
+        settle_kernels(model.device)
         self._paged_attn = model.device.type == "cuda" if paged_attn is None else paged_attn
         self._tokenizer = loaded.tokenizer
         self.chat_template = loaded.chat_template

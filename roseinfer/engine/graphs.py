@@ -7,7 +7,9 @@ computed as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -180,6 +182,18 @@ def _decode_context(inputs: DecodeInputs, kv: list[LayerKV], flash: Flash | None
     return StepContext(kv, inputs.slots, queries, [], rows, queries)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may be a graph of somebody who is gone, and to destroy one in the midst of a capture spoils that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _capture_in_pool() -> Capture:
     """All graphs share their memory: one runs at a time, and what it leaves is used before the next."""
     pool = torch.cuda.graph_pool_handle()  # CUDA only, to the end of the file
@@ -188,7 +202,7 @@ def _capture_in_pool() -> Capture:
         compute()  # kernels are loaded and chosen at their first use, which cannot be captured
         graph = torch.cuda.CUDAGraph()
         # Threads of other managers may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = compute()
         return graph.replay, logits
 

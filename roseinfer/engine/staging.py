@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 _ALIGNMENT: Final = 16
 """Of every array in a staged buffer, in bytes: no dtype's own size is larger."""
 
-_STAGED_BYTES: Final = 4 * 2**20
-"""Enough for a step of 16 thousand tokens and the block tables of 512 requests."""
+_STAGED_BYTES: Final = 16 * 2**20
+"""Enough for a step of 16 thousand tokens, and for the slots of 800 thousand tokens of context, which come twice: once
+for all queries and once for the last ones."""
 
 
 class Direct:

@@ -7,9 +7,10 @@ those that do not begin in this step are gathered first.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final, Literal, NamedTuple
 
@@ -66,12 +67,19 @@ def flash_for(device: torch.device, dtype: torch.dtype, head_dims: Sequence[tupl
         return None
     if any(key != value or key % 8 or key > _MOST_HEAD_DIM for key, value in head_dims):
         return None
-    if not {"block_table", "seqused_k", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None  # before torch 2.12
+    taken = _parameters(varlen_attn)
+    if not {"scale", "window_size"} <= taken:
+        return None  # before torch 2.11
     major, _ = torch.cuda.get_device_capability(device)  # CUDA only
-    if major == 9 and _fa3_is_active():
+    # Before torch 2.12 it reads no blocks.
+    if major == 9 and {"block_table", "seqused_k"} <= taken and _fa3_is_active():
         return "FA3"
     return "FA2" if major >= 8 else None
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _fa3_is_active() -> bool:
@@ -124,10 +132,14 @@ def packed_attention(
     scaling: float | None,
 ) -> torch.Tensor:
     """query [queries, heads, head_dim]; key and value are the step's own, keys and values the cache, just written."""
+    more: dict[str, Any] = {}  # that torch 2.11 does not take
     if spans.block_table is not None:
-        key, value = (cache.view(-1, KV_BLOCK_TOKENS, *cache.shape[1:]) for cache in (keys, values))
+        key, value = (x.view(-1, KV_BLOCK_TOKENS, *x.shape[1:]) for x in (keys, values))
+        more = {"seqused_k": spans.context_lengths, "block_table": spans.block_table}
     elif spans.context_slots is not None:
         key, value = keys[spans.context_slots], values[spans.context_slots]
+    if query.shape[-2] != key.shape[-2] and "enable_gqa" in _parameters(varlen_attn):
+        more["enable_gqa"] = True  # where it cannot be said, it need not be
     mixed = varlen_attn(
         query,
         key,
@@ -138,9 +150,7 @@ def packed_attention(
         spans.longest_context,
         scale=scaling,
         window_size=(-1, 0),  # causal, the last query at the end of its context
-        enable_gqa=query.shape[-2] != key.shape[-2],
-        seqused_k=spans.context_lengths,
-        block_table=spans.block_table,
+        **more,
     )
     assert isinstance(mixed, torch.Tensor)  # a pair only where more was asked for
     return mixed

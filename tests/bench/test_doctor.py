@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from roseinfer.bench import doctor
 from roseinfer.bench.doctor import COMPARED_PROMPTS, COMPARED_TOKENS
 from roseinfer.bench.doctor_burst import Burst, seed_experiment
+from roseinfer.bench.doctor_kernels import SPANS, compare_kernels
 from roseinfer.bench.doctor_paths import FAMILIES, NEW_TOKENS, PROMPTS, Agreement, compare_paths
-from roseinfer.engine import ceilings
+from roseinfer.engine import InferenceEngine, ceilings, varlen
 from roseinfer.tokenization import builtin_tokenizer
 from tests.bench.asking import Ask
+from tests.engine.gpu_on_cpu import CPU, varlen_attn
 from tests.engine.tiny_models import CONFIGS, make_engine, make_model
 
 
@@ -63,6 +67,55 @@ def test_the_paths_that_a_cpu_has_give_the_same_tokens() -> None:
     assert len(agreements) == len(needs_gpu) + 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flash", ["FA2", "FA3"])
+def test_kernels_that_are_right_agree(
+    flash: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    queries = sum(n for n, _ in SPANS)
+    assert compare_kernels(flash, CPU, dtype) == Agreement(queries, queries)
+
+
+def test_a_causal_mask_at_the_wrong_corner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    @wraps(varlen_attn)
+    def from_the_first_key(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor,
+        *sizes: Any,
+        **more: Any,
+    ) -> torch.Tensor:
+        return varlen_attn(query, key, value, starts, *sizes, **{**more, "seqused_k": starts.diff()})
+
+    monkeypatch.setattr(varlen, "varlen_attn", from_the_first_key)
+    whole = sum(n for n, context in SPANS if n == context)
+    assert compare_kernels("FA3", CPU, torch.float32) == Agreement(whole, sum(n for n, _ in SPANS))
+
+
+def test_what_is_no_number_agrees_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **more: torch.full_like(query, torch.nan))
+    assert compare_kernels("FA2", CPU, torch.float32).same == 0
+
+
+def test_the_kernels_of_a_gpu_are_compared_where_they_are_used(
+    ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "_READ_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(ceilings, "_REPEATS", 1)
+    monkeypatch.setattr(doctor, "compare_paths", lambda device: {})
+    monkeypatch.setattr(doctor, "compare_kernels", lambda flash, device, dtype: Agreement(1, 2))
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("roseinfer.engine.engine.flash_for", lambda *_: "FA2")
+    paged = partial(InferenceEngine.from_pretrained, paged_attn=True)
+    monkeypatch.setattr(InferenceEngine, "from_pretrained", paged)
+    answer = ask("doctor", "--model", str(model), "--device", "cpu", "--dtype", "float32")
+    assert "attention FA2 against SDPA in float32: 1 of 2 queries agree" in answer.out
+    assert answer.err.splitlines()[-1] == "roseinfer-bench: these differ: FA2 against SDPA"
+    assert answer.code == 1
+
+
 def test_a_path_that_differs_is_named_and_fails(
     ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +131,7 @@ def test_a_path_that_differs_is_named_and_fails(
     assert answer.code == 1
     assert "a against b, tiny models in float32: 3 of 4 tokens are the same" in answer.out
     assert json.loads(answer.out.splitlines()[-1])["paths"]["a against b"] == {"same": 3, "compared": 4}
-    assert answer.err.splitlines()[-1] == "roseinfer-bench: different tokens: a against b"
+    assert answer.err.splitlines()[-1] == "roseinfer-bench: these differ: a against b"
 
 
 def test_the_burst_is_measured_without_a_limit_and_with_one() -> None:

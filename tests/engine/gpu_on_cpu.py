@@ -70,13 +70,14 @@ def varlen_attn(
     max_q: int,
     max_k: int,
     *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """torch's `varlen_attn`, span by span; with the demands of its kernels."""
+    assert enable_gqa == (query.shape[1] != key.shape[-2])
     assert window_size == (-1, 0)
     assert (block_table is None) == (seqused_k is None) == (cu_seq_k is not None)
     for given in (cu_seq_q, cu_seq_k, seqused_k, block_table):
@@ -101,3 +102,30 @@ def varlen_attn(
         mixed = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
         outs.append(mixed[0].transpose(0, 1))
     return torch.cat(outs)
+
+
+def varlen_attn_of_2_11(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """As torch 2.11 has it: contexts in one piece, and groups of queries are seen by the shapes."""
+    return varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

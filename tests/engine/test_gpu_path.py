@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.engine import executor, graphs, varlen
+from roseinfer.engine.device import settle_kernels
 from roseinfer.engine.engine import InferenceEngine
 from roseinfer.engine.graphs import BATCHES, bucket_of, widths_for
 from roseinfer.engine.staging import Staged
 from roseinfer.engine.varlen import Flash, flash_for
 from tests.engine.driver import Driver
-from tests.engine.gpu_on_cpu import CPU, GpuEngine, varlen_attn
+from tests.engine.gpu_on_cpu import CPU, GpuEngine, varlen_attn, varlen_attn_of_2_11
 from tests.engine.test_greedy import engine_of, prompt_of
 from tests.engine.test_prefix_cache import LOOPS, PROMPT, Server, assert_right
 from tests.engine.tiny_models import CONFIGS, make_engine
@@ -111,6 +113,13 @@ def test_a_chunk_in_front_is_no_part_of_what_others_attend_to(kind: str) -> None
     while len(chunked.output_ids) < 4:
         driver.step(chunked, *[whole] * (len(whole.output_ids) < 4))
     assert_right("llama", chunked, whole)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_spans_with_torch_2_11(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_of_2_11)
+    server = server_of(gpu(family, "FA2"), budget=40, batch=4)
+    assert_right(family, *server.serve(PROMPT, PROMPT[:20], PROMPT[:5], prompt_of(33, 1)))
 
 
 def test_decodes_are_replayed_and_nothing_else_is() -> None:
@@ -300,12 +309,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def test_a_step_is_computed_once_before_it_is_captured(cuda: FakeCuda) -> None:
     def compute() -> torch.Tensor:
-        cuda.done.append("compute")
+        cuda.done.append("compute" if gc.isenabled() else "compute without collections")
         return torch.ones(1)
 
     replay, logits = graphs._capture_in_pool()(compute)
+    assert gc.isenabled()
     replay()
-    assert cuda.done == ["compute", "capture", "compute", "captured", "replay"]
+    assert cuda.done == ["compute", "capture", "compute without collections", "captured", "replay"]
     assert logits.tolist() == [1]
 
 
@@ -353,11 +363,36 @@ def test_fa3_is_taken_where_it_is_active(monkeypatch: pytest.MonkeyPatch) -> Non
     assert flash_for(torch.device("cuda"), torch.bfloat16, [(64, 64)]) == "FA3"
 
 
-def test_the_stand_in_takes_what_torch_takes() -> None:
+def test_torch_2_11_has_fa2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn_of_2_11)
+    assert flash_for(torch.device("cuda"), torch.bfloat16, [(64, 64)]) == "FA2"
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal: query)
+    assert flash_for(torch.device("cuda"), torch.bfloat16, [(64, 64)]) is None
+
+
+@pytest.mark.parametrize(("device", "stays"), [("cpu", True), ("cuda", False)])
+def test_cudnn_plans_no_attention_on_a_gpu(device: str, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", said.append)
+    settle_kernels(torch.device(device))
+    assert said == ([] if stays else [False])
+
+
+def test_an_engine_settles_the_kernels_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr("roseinfer.engine.engine.settle_kernels", devices.append)
+    make_engine(CONFIGS["llama"])
+    assert devices == [CPU]
+
+
+@pytest.mark.parametrize("stand_in", [varlen_attn, varlen_attn_of_2_11])
+def test_the_stand_in_takes_what_torch_takes(stand_in: Any) -> None:
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn as of_torch
 
     theirs = inspect.signature(of_torch).parameters
-    for name, parameter in inspect.signature(varlen_attn).parameters.items():
+    for name, parameter in inspect.signature(stand_in).parameters.items():
         assert theirs[name].kind == parameter.kind
