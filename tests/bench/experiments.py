@@ -105,6 +105,8 @@ class ScriptedDescription:
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_layout: str = "contiguous"
+    attention: str = "SDPA"
+    cuda_graph: bool = False
 
 
 class ScriptedInferenceEngine(ScriptedEngine):
