@@ -13,8 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -140,18 +139,6 @@ class GcPause(NamedTuple):
 
 GC_THRESHOLD: Final = 50_000
 """New objects between collections while measuring. Python's own figure lets one fall into every burst: 100 us."""
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """For what makes no cycles, and keeps or makes so much that the collector would go through it in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class GcPauses:

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from roseinfer.bench.environment import no_gc
 from roseinfer.bench.experiment import Cell, Experiment
 from roseinfer.bench.load import CLOSED_LOOP_REFUSED_PAUSE_S
 from roseinfer.bench.priorities import TtftDeadlines
@@ -42,6 +41,7 @@ from roseinfer.bench.validity import CellFacts
 from roseinfer.bench.workload import Workload
 from roseinfer.errors import InputError
 from roseinfer.executor import StepRecord
+from roseinfer.no_gc import no_gc
 from roseinfer.request import Request
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, OutsideFitted

@@ -7,9 +7,7 @@ computed as ever.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +20,7 @@ from roseinfer.engine.step_context import LayerKV, StepContext, queries_of_block
 from roseinfer.engine.varlen import Flash, PackedSpans
 from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan
 from roseinfer.kv_cache import blocks_for
+from roseinfer.no_gc import no_gc
 
 BATCHES: Final = (1, 2, 4, *range(8, 65, 8), *range(96, 257, 32))
 """Requests in a captured step."""
@@ -182,18 +181,6 @@ def _decode_context(inputs: DecodeInputs, kv: list[LayerKV], flash: Flash | None
     return StepContext(kv, inputs.slots, queries, [], rows, queries)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage may be a graph of somebody who is gone, and to destroy one in the midst of a capture spoils that."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _capture_in_pool() -> Capture:
     """All graphs share their memory: one runs at a time, and what it leaves is used before the next."""
     pool = torch.cuda.graph_pool_handle()  # CUDA only, to the end of the file
@@ -201,8 +188,9 @@ def _capture_in_pool() -> Capture:
     def capture(compute: Compute) -> tuple[Callable[[], None], torch.Tensor]:
         compute()  # kernels are loaded and chosen at their first use, which cannot be captured
         graph = torch.cuda.CUDAGraph()
-        # Threads of other managers may use the device meanwhile.
-        with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # Threads of other managers may use the device meanwhile. Garbage may be a graph of somebody who is gone, and to
+        # destroy one in the midst of a capture spoils that.
+        with no_gc(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = compute()
         return graph.replay, logits
 

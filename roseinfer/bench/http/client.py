@@ -20,7 +20,6 @@ from typing import Final, Self
 import numpy as np
 
 from roseinfer.bench.client import LEAD_S, PROMPTS_AHEAD
-from roseinfer.bench.environment import no_gc
 from roseinfer.bench.http.connection import MOST_READY, Breakage, Connection, Pool, breakage_of, many_files
 from roseinfer.bench.http.exchange import (
     ClientLoad,
@@ -40,6 +39,7 @@ from roseinfer.bench.retries import Retrier
 from roseinfer.bench.rows import INTERRUPTED, unsent_because
 from roseinfer.bench.stats import percentile
 from roseinfer.bench.termination import Interruption, held, interruptible
+from roseinfer.no_gc import no_gc
 
 MOST_SENDS: Final = 256
 """Sent in a row before something is read: a client that is late must not go deaf as well."""
