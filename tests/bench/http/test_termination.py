@@ -31,9 +31,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         if not left.acquire(blocking=False):
-            with open("hangs.tmp", "w") as file:
+            own = f"hangs.{threading.get_ident()}"  # others write theirs meanwhile
+            with open(own, "w") as file:
                 file.write(str(os.getpid()))
-            os.replace("hangs.tmp", "hangs")
+            os.replace(own, "hangs")
             threading.Event().wait()
         self.say(b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}\\n\\ndata: [DONE]\\n\\n')
     def log_message(self, *_): pass
