@@ -176,7 +176,7 @@ def draw_timeline(timeline: pd.DataFrame, caption: Caption) -> Figure:
     facts = (
         f"Repeat {span_text(timeline['repeat'])}. In flight: slot taken to slot given back, counted at every change;"
         " waiting: in the queue (tokenised), not yet given to the engine. Where clients came back: as each step"
-        " was planned."
+        " was planned, and every try that was refused."
     )
     dress(figure, title, marks, caption, facts)
     return figure

@@ -109,9 +109,6 @@ class DecodeGraphs:
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         self._capture = _capture_in_pool() if capture is None else capture
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def warm_up(self, max_batch_size: int) -> None:
         """Captures every step of up to so many requests that is not there yet."""
         largest = bucket_of(max_batch_size, BATCHES) or BATCHES[-1]

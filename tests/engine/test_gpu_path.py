@@ -176,10 +176,10 @@ def test_warming_up_again_captures_what_is_missing_alone() -> None:
     engine = gpu()
     engine.make_executor(num_kv_blocks=4, max_batch_size=2, clock=lambda: 0.0)
     assert engine.graphs is not None
-    assert len(engine.graphs) == 2 * 3
+    assert len(engine.graphs._graphs) == 2 * 3
     graphs_before = {**engine.graphs._graphs}
     engine.graphs.warm_up(3)
-    assert len(engine.graphs) == 3 * 3
+    assert len(engine.graphs._graphs) == 3 * 3
     assert graphs_before.items() <= engine.graphs._graphs.items()
 
 
