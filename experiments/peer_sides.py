@@ -46,8 +46,12 @@ class Roseinfer:
 
         from roseinfer.engine.ceilings import linear_flops_per_s, read_bytes_per_s
 
-        on, dtype = torch.device("cpu"), getattr(torch, self._engine.description.dtype)
-        return {"linear_flops_per_s": linear_flops_per_s(on, dtype), "read_bytes_per_s": read_bytes_per_s(on)}
+        on, dtype = torch.device("cpu"), self._engine.description.dtype
+        computed_in = torch.float32 if dtype == "float16" else getattr(torch, dtype)
+        return {
+            "linear_flops_per_s": linear_flops_per_s(on, computed_in),
+            "read_bytes_per_s": read_bytes_per_s(on),
+        }
 
     def prefill(self, prompts: int, prompt_len: int) -> dict[str, Any]:
         steps, ids, seconds = self._run([prompt_ids(i, prompt_len) for i in range(prompts)], 1, batch=32)

@@ -22,7 +22,11 @@ NO_LIMIT: Final = "0 means no limit"
 DEVICES: Final = ("auto", "cpu", "cuda")
 TARGETS: Final = ("engine", "sim")
 URL_SCHEMES: Final = ("http://", "https://")
-DTYPES: Final = ("auto", "float32", "fp32", "bfloat16", "bf16")
+DTYPES: Final = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
+DTYPE_HELP: Final = (
+    "auto (bfloat16 where it is fast, else float32), float32, bfloat16, or float16: on a CPU the weights are kept"
+    " in it, and float32 is computed in."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +43,7 @@ class RunOptions(LoadOptions, HttpOptions):
         ),
     ] = None
     device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")] = "auto"
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 where it is fast, else float32), float32 or bfloat16.")
-    ] = "auto"
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto"
     max_model_len: Annotated[
         int | None, whole_option(help="Tokens that one request may span. Default: the model's context.")
     ] = None

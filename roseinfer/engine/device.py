@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from roseinfer.engine.linear import halving_works
 from roseinfer.errors import InputError
 
 _DTYPES = {
@@ -14,6 +15,8 @@ _DTYPES = {
     "float32": torch.float32,
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
 }
 
 
@@ -39,13 +42,17 @@ def settle_kernels(device: torch.device) -> None:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bf16 where the device computes it fast, else fp32."""
+    """ "auto" is bf16 where the device computes it fast, else fp32; fp16 is for weights on a CPU."""
     if dtype == "auto":
         return torch.bfloat16 if _bf16_is_fast(device) else torch.float32
     if dtype not in _DTYPES:
         raise InputError("dtype", dtype, f"must be auto, {', '.join(_DTYPES)}")
     if device.type == "cuda" and _DTYPES[dtype] == torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise InputError("dtype", dtype, "this GPU does not compute it")
+    if _DTYPES[dtype] == torch.float16 and device.type == "cuda":
+        raise InputError("dtype", dtype, "is for weights on a CPU; a GPU takes bfloat16 or float32")
+    if _DTYPES[dtype] == torch.float16 and not halving_works():
+        raise InputError("dtype", dtype, "this torch has no products of float16 weights for this CPU")
     return _DTYPES[dtype]
 
 

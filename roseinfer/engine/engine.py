@@ -53,9 +53,11 @@ class EngineDescription:
     max_model_len: int  # what is served of it
     device: str
     device_name: str
-    dtype: str  # computed in
+    dtype: str  # computed in; "float16": what the weights of linear layers are kept in, and float32 is computed in
     num_threads: int  # of one operator, on CPU
-    linear_kernels: str  # "packed (oneDNN)" or "plain"
+    linear_kernels: (
+        str  # "packed (oneDNN)" or "plain"; with float16 weights the kernels of few rows come first
+    )
     implementation: str  # "native" or "transformers"
     matrix_parameters: int  # of the linear layers, the head left out: 2 of these are the work of a token
     weight_bytes: int  # read by a step of one token: linear layers and head
@@ -75,11 +77,13 @@ class InferenceEngine:
         name: str,
         max_model_len: int | None = None,
         native: bool = True,
+        half_weights: bool = False,
         paged_attn: bool | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
         """Takes over `loaded`. `native` False keeps a model that has a native form on transformers' modules.
 
+        half_weights: linear layers of a float32 model on a CPU keep float16 weights, and compute in float32.
         paged_attn, cuda_graph: see `from_pretrained`.
         Raises ModelError for a model that this engine would not compute faithfully.
         """
@@ -94,7 +98,7 @@ class InferenceEngine:
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         layers = probe(model, name, self._max_model_len)
         matrices, head = _matrix_parameters(model)
-        self._model, implementation = _implementation(model, self._max_model_len, native)
+        self._model, implementation = _implementation(model, self._max_model_len, native, half_weights)
         self._device = model.device
         settle_kernels(model.device)
         self._paged_attn = model.device.type == "cuda" if paged_attn is None else paged_attn
@@ -125,12 +129,13 @@ class InferenceEngine:
             max_model_len=self._max_model_len,
             device=model.device.type,
             device_name=device_name(model.device),
-            dtype=dtype_name(dtype),
+            dtype=dtype_name(torch.float16 if half_weights else dtype),
             num_threads=torch.get_num_threads(),
-            linear_kernels="packed (oneDNN)" if packs(model.device, dtype) else "plain",
+            linear_kernels=("FBGEMM, " if half_weights else "")
+            + ("packed (oneDNN)" if packs(model.device, dtype) else "plain"),
             implementation=implementation,
             matrix_parameters=matrices,
-            weight_bytes=(matrices + head) * dtype.itemsize,
+            weight_bytes=(matrices + head) * (2 if half_weights else dtype.itemsize),
             kv_bytes_per_token=self._kv.bytes_per_token,
             kv_layout="paged" if self._paged_attn else "contiguous",
             attention=self._flash or "SDPA",
@@ -152,12 +157,12 @@ class InferenceEngine:
     ) -> InferenceEngine:
         """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
 
-        device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32 or bf16. max_model_len: tokens
-        a request may span, None for the model's context. num_threads: of torch in this process, None leaves them.
-        native: see `__init__`. paged_attn: the KV cache is read block by block, and requests share what they have in
-        common; else each has its own, in one piece where there is room. None chooses: paged on CUDA alone. cuda_graph:
-        decodes are captured once for each of a few batch sizes, and replayed. None does so where it can be done: on
-        CUDA, paged, for native models.
+        device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32, bf16, or fp16 for the weights
+        of linear layers on a CPU, computed in fp32. max_model_len: tokens a request may span, None for the model's
+        context. num_threads: of torch in this process, None leaves them. native: see `__init__`. paged_attn: the KV
+        cache is read block by block, and requests share what they have in common; else each has its own, in one piece
+        where there is room. None chooses: paged on CUDA alone. cuda_graph: decodes are captured once for each of a few
+        batch sizes, and replayed. None does so where it can be done: on CUDA, paged, for native models.
         Raises InputError for values that cannot work, ModelError for a model that cannot.
         """
         source = check_model_source(model)
@@ -168,12 +173,15 @@ class InferenceEngine:
         on = resolve_device(device)
         if cuda_graph and on.type != "cuda":
             raise InputError("cuda_graph", cuda_graph, _NEEDS_CUDA)
-        loaded = load_model(source, on, resolve_dtype(dtype, on))
+        computed_in = resolve_dtype(dtype, on)
+        half = computed_in == torch.float16
+        loaded = load_model(source, on, torch.float32 if half else computed_in)
         return cls(
             loaded,
             name=model,
             max_model_len=max_model_len,
             native=native,
+            half_weights=half,
             paged_attn=paged_attn,
             cuda_graph=cuda_graph,
         )
@@ -258,12 +266,14 @@ class InferenceEngine:
         return None
 
 
-def _implementation(model: PreTrainedModel, max_model_len: int, native: bool) -> tuple[Model, str]:
+def _implementation(
+    model: PreTrainedModel, max_model_len: int, native: bool, half: bool
+) -> tuple[Model, str]:
     if native and GPT2.computes(model):
-        return GPT2(model), "native"
+        return GPT2(model, half=half), "native"
     if native and Llama.computes(model):
-        return Llama(model, max_model_len), "native"
-    return TransformersModel(model), "transformers"
+        return Llama(model, max_model_len, half=half), "native"
+    return TransformersModel(model, half=half), "transformers"
 
 
 def _matrix_parameters(model: PreTrainedModel) -> tuple[int, int]:

@@ -42,7 +42,8 @@ class _Layer:
 class GPT2:
     """The weights of a transformers model, packed for its device. Computes what that model computes."""
 
-    def __init__(self, model: GPT2LMHeadModel) -> None:
+    def __init__(self, model: GPT2LMHeadModel, *, half: bool = False) -> None:
+        """`half` keeps the weights of linear layers in float16."""
         config, body = model.config, model.transformer
         self._n_heads = config.n_head
         self._tokens = body.wte.weight.detach()
@@ -50,16 +51,16 @@ class GPT2:
         self._layers = [
             _Layer(
                 norm_1=_norm(block.ln_1),
-                qkv=_conv1d(block.attn.c_attn),
-                out=_conv1d(block.attn.c_proj),
+                qkv=_conv1d(block.attn.c_attn, half),
+                out=_conv1d(block.attn.c_proj, half),
                 norm_2=_norm(block.ln_2),
-                up=_conv1d(block.mlp.c_fc),
-                down=_conv1d(block.mlp.c_proj),
+                up=_conv1d(block.mlp.c_fc, half),
+                down=_conv1d(block.mlp.c_proj, half),
             )
             for block in body.h
         ]
         self._norm = _norm(body.ln_f)
-        self._head = Head(model.lm_head.weight.detach())
+        self._head = Head(model.lm_head.weight.detach(), half=half)
 
     @staticmethod
     def computes(model: PreTrainedModel) -> bool:
@@ -106,7 +107,7 @@ def _norm(module: torch.nn.LayerNorm) -> _Norm:
     return _Norm(module.weight.detach(), module.bias.detach(), module.eps)
 
 
-def _conv1d(module: torch.nn.Module) -> Linear:
+def _conv1d(module: torch.nn.Module, half: bool) -> Linear:
     """transformers keeps GPT-2's weights as [in, out]."""
     weight, bias = module.get_parameter("weight").detach(), module.get_parameter("bias").detach()
-    return make_linear(weight.t().contiguous(), bias)
+    return make_linear(weight.t().contiguous(), bias, half=half)

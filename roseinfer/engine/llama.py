@@ -49,7 +49,8 @@ class _Layer:
 class Llama:
     """The weights of a transformers model, packed for its device. Computes what that model computes."""
 
-    def __init__(self, model: LlamaForCausalLM, max_model_len: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, max_model_len: int, *, half: bool = False) -> None:
+        """`half` keeps the weights of linear layers in float16."""
         body = model.model
         attention_0 = body.layers[0].self_attn
         self._head_dim = attention_0.head_dim
@@ -58,19 +59,19 @@ class Llama:
         self._layers = [
             _Layer(
                 norm_1=_norm(block.input_layernorm),
-                qkv=_joined([block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj]),
+                qkv=_joined([block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj], half),
                 query_norm=_head_norm(block.self_attn, "q_norm"),
                 key_norm=_head_norm(block.self_attn, "k_norm"),
-                out=_joined([block.self_attn.o_proj]),
+                out=_joined([block.self_attn.o_proj], half),
                 norm_2=_norm(block.post_attention_layernorm),
-                gate=_joined([block.mlp.gate_proj]),
-                up=_joined([block.mlp.up_proj]),
-                down=_joined([block.mlp.down_proj]),
+                gate=_joined([block.mlp.gate_proj], half),
+                up=_joined([block.mlp.up_proj], half),
+                down=_joined([block.mlp.down_proj], half),
             )
             for block in body.layers
         ]
         self._norm = _norm(body.norm)
-        self._head = Head(model.lm_head.weight.detach())
+        self._head = Head(model.lm_head.weight.detach(), half=half)
         # Every position once: the rotations of a step are rows of this table. [positions, 1, head_dim]
         everywhere = torch.arange(max_model_len, device=self._tokens.device)[None]
         with torch.inference_mode():
@@ -135,10 +136,10 @@ def _head_norm(attention_module: nn.Module, name: str) -> _Norm | None:
     return None if module is None else _norm(module)
 
 
-def _joined(modules: list[nn.Linear]) -> Linear:
+def _joined(modules: list[nn.Linear], half: bool) -> Linear:
     """One product in place of several that have the same input."""
     weight = torch.cat([module.weight.detach() for module in modules])
     biases = [module.bias for module in modules]
     if any(bias is None for bias in biases):
-        return make_linear(weight, None)
-    return make_linear(weight, torch.cat([bias.detach() for bias in biases]))
+        return make_linear(weight, None, half=half)
+    return make_linear(weight, torch.cat([bias.detach() for bias in biases]), half=half)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class TransformersModel:
     """Takes over `model`, which `probe` has switched to our attention."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, half: bool = False) -> None:
         if model.device.type == "cpu":
-            pack_linears(model)
+            pack_linears(model, half=half)
         self._model = model
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 
 from roseinfer.admission_spec import AdmissionSpec, parse_admission
 from roseinfer.bench.load_options import decimal_option, whole_option
-from roseinfer.bench.options import DEVICES, DTYPES
+from roseinfer.bench.options import DEVICES, DTYPE_HELP, DTYPES
 from roseinfer.errors import InputError, RoseinferError, check_whole
 from roseinfer.model_source import check_model_source
 from roseinfer.nvtx import ranges
@@ -49,9 +49,7 @@ def command(
         str | None, typer.Option(help="What clients call the model. Default: as --model says.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 where it is fast, else float32), float32 or bfloat16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     max_model_len: Annotated[
         int | None, whole_option(help="Tokens that one request may span. Default: the model's context.")
     ] = None,

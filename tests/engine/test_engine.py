@@ -80,6 +80,26 @@ def test_bf16_is_computed_where_asked_for(saved: Path) -> None:
     assert driver.logits(driver.request([1, 2, 3])).dtype == torch.bfloat16
 
 
+def test_float16_is_what_weights_are_kept_in(saved: Path) -> None:
+    described = InferenceEngine.from_pretrained(str(saved), device="cpu", dtype="float16").description
+    plain = InferenceEngine.from_pretrained(str(saved), device="cpu", dtype="float32").description
+    assert described.dtype == "float16"
+    assert described.linear_kernels == f"FBGEMM, {plain.linear_kernels}"
+    assert 2 * described.weight_bytes == plain.weight_bytes
+    assert described.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+def test_float16_answers_as_float32_does(saved: Path) -> None:
+    first = [
+        driver.logits(driver.request([5, 6, 7, 8]))
+        for driver in (
+            Driver(InferenceEngine.from_pretrained(str(saved), device="cpu", dtype=dtype))
+            for dtype in ("fp16", "fp32")
+        )
+    ]
+    assert first[0].argmax() == first[1].argmax()
+
+
 def test_max_model_len_is_served(saved: Path) -> None:
     assert InferenceEngine.from_pretrained(str(saved), device="cpu", max_model_len=48).max_model_len == 48
 
@@ -249,6 +269,18 @@ def test_auto_is_fp32_on_a_cpu_that_would_emulate_bf16(monkeypatch: pytest.Monke
 def test_auto_is_bf16_on_a_cpu_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
     assert device.resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16
+
+
+def test_float16_weights_are_refused_where_they_cannot_be_multiplied(
+    monkeypatch: pytest.MonkeyPatch, saved: Path
+) -> None:
+    monkeypatch.setattr(device, "halving_works", lambda: False)
+    assert "for this CPU" in refusal(saved, device="cpu", dtype="fp16")
+
+
+def test_float16_is_refused_on_a_gpu() -> None:
+    with pytest.raises(InputError, match="dtype 'float16': is for weights on a CPU"):
+        device.resolve_dtype("float16", torch.device("cuda"))
 
 
 def test_a_config_without_a_context_length(monkeypatch: pytest.MonkeyPatch) -> None:

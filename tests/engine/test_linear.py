@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from roseinfer.engine.linear import Head, PackedLinear, PlainLinear, make_linear, pack_linears, packing_works
+from roseinfer.engine.linear import (
+    HalfLinear,
+    Head,
+    PackedLinear,
+    PlainLinear,
+    halving_works,
+    make_linear,
+    pack_linears,
+    packing_works,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -94,3 +103,52 @@ def test_a_head_gives_logits_of_the_vocabulary_and_no_more(vocab_size: int) -> N
         logits = Head(weight)(x)
     assert logits.shape == (3, vocab_size)
     assert torch.allclose(logits, x @ weight.t(), atol=1e-4)
+
+
+# Weights kept in float16. x86 has them; elsewhere the layer cannot be made.
+
+
+def _weight_and_bias() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(48, 40), torch.randn(48)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 32, 33, 300])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_halved_layer_computes_with_rounded_weights(rows: int, has_bias: bool) -> None:
+    weight, bias = _weight_and_bias()
+    kept = bias if has_bias else None
+    layer, plain = make_linear(weight, kept, half=True), PlainLinear(weight.half().float(), kept)
+    assert type(layer) is HalfLinear
+    x, other = torch.randn(rows, 40), torch.randn(rows, 48)
+    with torch.inference_mode():
+        for got, expected in [
+            (layer(x), plain(x)),
+            (layer.gelu_tanh(x), plain.gelu_tanh(x)),
+            (layer.silu(x), plain.silu(x)),
+            (layer.add(x, other), plain.add(x, other)),
+            (layer.multiply(x, other), plain.multiply(x, other)),
+        ]:
+            assert got.shape == (rows, 48)
+            assert torch.allclose(got, expected, rtol=0, atol=1e-4)
+
+
+def test_every_linear_layer_is_halved() -> None:
+    model = sequence(torch.float32)
+    assert pack_linears(model, half=True)
+    assert [type(layer) for layer in model] == [HalfLinear, nn.GELU, HalfLinear, HalfLinear]
+
+
+@pytest.mark.parametrize("fault", ["absent", "wrong"])
+def test_halving_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def broken(layer: HalfLinear, x: torch.Tensor) -> torch.Tensor:
+        if fault == "absent":
+            raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16 NoQEngine")
+        return torch.zeros(3, 48)
+
+    halving_works.cache_clear()
+    monkeypatch.setattr(HalfLinear, "forward", broken)
+    try:
+        assert not halving_works()
+    finally:
+        halving_works.cache_clear()

@@ -59,6 +59,16 @@ def test_bf16_logits_are_those_of_fp32_nearly(family: str) -> None:
     assert relative_difference(low, mixed_step(make_engine(config))) < 2e-2
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "transformers"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_float16_weights_are_those_of_fp32_nearly(family: str, native: bool) -> None:
+    config = copy.deepcopy(CONFIGS[family])
+    config.initializer_range = 0.1  # as above
+    halved = mixed_step(make_engine(config, native=native, half_weights=True))
+    assert halved.dtype == torch.float32
+    assert 0 < relative_difference(halved, mixed_step(make_engine(config))) < 2e-3
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_neighbours_of_the_same_shapes_change_no_bit(family: str) -> None:  # case B21
     def logits(stranger: int) -> torch.Tensor:
@@ -73,7 +83,7 @@ def test_other_neighbours_of_the_same_shapes_change_no_bit(family: str) -> None:
     assert torch.equal(logits(30), logits(60))
 
 
-@pytest.mark.parametrize("kernels", ["packed", "plain"])
+@pytest.mark.parametrize("kernels", ["packed", "plain", "halved"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_neighbours_of_the_same_shapes_change_no_bit_of_a_decode(
     family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +92,7 @@ def test_other_neighbours_of_the_same_shapes_change_no_bit_of_a_decode(
         monkeypatch.setattr(linear, "packing_works", lambda dtype: False)
 
     def logits(stranger: int) -> torch.Tensor:
-        driver = Driver(make_engine(CONFIGS[family]))
+        driver = Driver(make_engine(CONFIGS[family], half_weights=kernels == "halved"))
         requests = [
             driver.request([salt + i for i in range(length)])
             for salt, length in ((stranger, 9), (1, 20), (stranger, 33), (stranger, 20))

@@ -69,10 +69,16 @@ def make_engine(
     native: bool = True,
     dtype: torch.dtype = torch.float32,
     paged_attn: bool = False,
+    half_weights: bool = False,
 ) -> InferenceEngine:
     loaded = LoadedModel(make_model(config, dtype), builtin_tokenizer(), frozenset(), "random (seed 0)")
     return InferenceEngine(
-        loaded, name="tiny", max_model_len=max_model_len, native=native, paged_attn=paged_attn
+        loaded,
+        name="tiny",
+        max_model_len=max_model_len,
+        native=native,
+        paged_attn=paged_attn,
+        half_weights=half_weights,
     )
 
 
