@@ -75,7 +75,11 @@ def main() -> None:
     parser.add_argument(
         "--model", default="builtin:gpt2", help="builtin:gpt2, a Hugging Face folder or a .gguf"
     )
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--peer-dtype",
+        help="What the others compute in, where that is not --dtype: what they are fastest in.",
+    )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=259)
     parser.add_argument("--repeats", type=int, default=5)
@@ -83,14 +87,18 @@ def main() -> None:
     args = parser.parse_args()
     theirs = peer_python()
     dtype = _dtype(args.dtype)
+    peer_dtype = args.peer_dtype or dtype
     with tempfile.TemporaryDirectory() as scratch:
         model = _as_folder(args.model, Path(scratch))
         pythons = {OURS: Path(sys.executable), THEIRS: theirs, PLAIN: Path(sys.executable)}
-        sides = [Side(name, python, model, dtype) for name, python in pythons.items()]
+        sides = [
+            Side(name, python, model, dtype if name == OURS else peer_dtype)
+            for name, python in pythons.items()
+        ]
         rounds = _measure(sides, args.prompts, args.prompt_len, args.repeats)
-        if dtype == "float32":
+        if dtype == peer_dtype == "float32":
             same = _agreement(rounds[0])
-        else:  # two ways of rounding bfloat16 do not choose the same tokens: compare where they should
+        else:  # two ways of rounding do not choose the same tokens: compare where they should
             for side in sides:
                 side.close()
             sides = [Side(name, python, model, "float32") for name, python in pythons.items()]
@@ -101,6 +109,7 @@ def main() -> None:
     found = {
         "model": Path(args.model).name,
         "dtype": dtype,
+        "peer_dtype": peer_dtype,
         "prompts": args.prompts,
         "prompt_len": args.prompt_len,
         "sides": described,
@@ -214,9 +223,12 @@ def _table(found: Figures) -> str:
         )
         for what in ("seconds", "model_seconds")
     }
+    dtypes = found["dtype"]
+    if found["peer_dtype"] != dtypes:
+        dtypes += f" ({THEIRS} and {PLAIN} {found['peer_dtype']})"
     machine = f"{found['environment']['cpu_model']}, {about['num_threads']} threads"
     lines = [
-        f"{found['model']}, {found['dtype']}, {machine}; {len(rounds)} interleaved repeats, medians (and ranges)",
+        f"{found['model']}, {dtypes}, {machine}; {len(rounds)} interleaved repeats, medians (and ranges)",
         "",
         f"| prefill of {found['prompts']} prompts of {found['prompt_len']} tokens | tokens/s | its time over ours |",
         "|---|---|---|",
