@@ -46,10 +46,9 @@ class Roseinfer:
 
         from roseinfer.engine.ceilings import linear_flops_per_s, read_bytes_per_s
 
-        on, dtype = torch.device("cpu"), self._engine.description.dtype
-        computed_in = torch.float32 if dtype == "float16" else getattr(torch, dtype)
+        on, dtype = torch.device("cpu"), getattr(torch, self._engine.description.dtype)
         return {
-            "linear_flops_per_s": linear_flops_per_s(on, computed_in),
+            "linear_flops_per_s": linear_flops_per_s(on, dtype),
             "read_bytes_per_s": read_bytes_per_s(on),
         }
 

@@ -60,8 +60,7 @@ def examine(model: str, *, device: str, dtype: str, num_threads: int | None, say
         f" {used.num_threads} threads, {used.implementation} {used.architecture}, linear layers {used.linear_kernels},"
         f" {used.kv_layout} KV, attention {used.attention}, {'CUDA graphs' if used.cuda_graph else 'no CUDA graphs'}"
     )
-    on = torch.device(used.device)
-    as_dtype = torch.float32 if used.dtype == "float16" else getattr(torch, used.dtype)  # computed in
+    on, as_dtype = torch.device(used.device), getattr(torch, used.dtype)
     flops_per_s, bytes_per_s = linear_flops_per_s(on, as_dtype), read_bytes_per_s(on)
     say(f"ceilings: linear layers {flops_per_s / 1e9:.0f} GFLOP/s, reading {bytes_per_s / 1e9:.1f} GB/s")
     paths = compare_paths(on)

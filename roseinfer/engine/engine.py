@@ -55,9 +55,7 @@ class EngineDescription:
     device_name: str
     dtype: str  # computed in; "float16": what the weights of linear layers are kept in, and float32 is computed in
     num_threads: int  # of one operator, on CPU
-    linear_kernels: (
-        str  # "packed (oneDNN)" or "plain"; with float16 weights the kernels of few rows come first
-    )
+    linear_kernels: str  # "packed (oneDNN)", "float16 weights (FBGEMM)" or "plain"
     implementation: str  # "native" or "transformers"
     matrix_parameters: int  # of the linear layers, the head left out: 2 of these are the work of a token
     weight_bytes: int  # read by a step of one token: linear layers and head
@@ -131,8 +129,7 @@ class InferenceEngine:
             device_name=device_name(model.device),
             dtype=dtype_name(torch.float16 if half_weights else dtype),
             num_threads=torch.get_num_threads(),
-            linear_kernels=("FBGEMM, " if half_weights else "")
-            + ("packed (oneDNN)" if packs(model.device, dtype) else "plain"),
+            linear_kernels=_linear_kernels(model.device, dtype, half_weights),
             implementation=implementation,
             matrix_parameters=matrices,
             weight_bytes=(matrices + head) * (2 if half_weights else dtype.itemsize),
@@ -274,6 +271,12 @@ def _implementation(
     if native and Llama.computes(model):
         return Llama(model, max_model_len, half=half), "native"
     return TransformersModel(model, half=half), "transformers"
+
+
+def _linear_kernels(device: torch.device, dtype: torch.dtype, half: bool) -> str:
+    if half:
+        return "float16 weights (FBGEMM)"
+    return "packed (oneDNN)" if packs(device, dtype) else "plain"
 
 
 def _matrix_parameters(model: PreTrainedModel) -> tuple[int, int]:
