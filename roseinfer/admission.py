@@ -94,13 +94,15 @@ class Admission:
         self.adaptive = adaptive
         self.goal = goal
         self.forecast = forecast if goal is None else goal.forecast
+        self.has_lanes = has_lanes
         self._lanes = Lanes() if has_lanes else None
         self._is_count_alone = token_limit is None and adaptive is None and goal is None and not has_lanes
         self._evicted: list[Ticket] = []  # of whom the core does not know it yet
         self.step_began_s: float | None = None  # the step that runs; told by the core
         self._lock = threading.RLock()
         self._inflight = 0
-        self._not_started = 0
+        self.not_started = 0
+        """Of those in flight, the ones that no step has worked on yet: tokenising or waiting."""
         self._peak = 0
         self._reserved = 0
         self._refused = 0
@@ -120,7 +122,6 @@ class Admission:
         self,
         now: float,
         cost_tokens: int,
-        *,
         is_bound: bool = False,
         prompt_tokens: int = 0,
         priority: int = 0,
@@ -140,7 +141,7 @@ class Admission:
                 ticket = Ticket(now, cost_tokens, cost_tokens, inflight, prompt_tokens, priority, is_bound)
             self._integrate(now)
             self._inflight += 1
-            self._not_started += 1
+            self.not_started += 1
             self._peak = max(self._peak, self._inflight)
             self._reserved += 1
             self._backlog_tokens += cost_tokens
@@ -313,15 +314,6 @@ class Admission:
         return self._inflight
 
     @property
-    def not_started(self) -> int:
-        """Of those in flight, the ones that no step has worked on yet: tokenising or waiting."""
-        return self._not_started
-
-    @property
-    def has_lanes(self) -> bool:
-        return self._lanes is not None
-
-    @property
     def moving_limit(self) -> int | None:
         """Where the adaptive limit stands, None without one."""
         return None if self.adaptive is None else self.adaptive.limit
@@ -358,7 +350,7 @@ class Admission:
 
     def _waits_no_longer(self, ticket: Ticket) -> None:
         """Told before its state says so."""
-        self._not_started -= 1
+        self.not_started -= 1
         if self._lanes is not None:
             self._lanes.leave(ticket)
 

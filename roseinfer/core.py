@@ -18,7 +18,7 @@ from roseinfer.errors import (
 )
 from roseinfer.executor import KV_BLOCK_TOKENS, StepPlan, StepResult
 from roseinfer.kv_cache import KVCache
-from roseinfer.request import ABORT, LENGTH, FinishReason, Request, TokenEvent, new_event
+from roseinfer.request import ABORT, LENGTH, STOP, FinishReason, Request, TokenEvent, new_event
 from roseinfer.scheduler import QueuePolicy, Scheduler, SchedulerLimits
 from roseinfer.ticket import RELEASED, RESERVED
 from roseinfer.waiting import STALE_SLACK
@@ -131,6 +131,7 @@ class Core:
         self.admission.observe(plan, result)
         kv_cache = self.scheduler.kv_cache
         caches_prefixes = kv_cache.caches_prefixes
+        end_s = result.exec_end_s
         events = []
         for (request, start, n_tokens, samples), token_id in zip(plan.spans, result.token_ids, strict=True):
             request.num_pending -= 1
@@ -143,10 +144,22 @@ class Core:
             if caches_prefixes and start // KV_BLOCK_TOKENS < (start + n_tokens) // KV_BLOCK_TOKENS:
                 # Not sooner: another request of the same step would read what is only being written.
                 kv_cache.publish(request.request_id, request.known_ids, start + n_tokens)
-            if samples:
-                if token_id is None:
-                    raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
-                events.append(self._append_token(request, token_id, result.exec_end_s))
+            if not samples:
+                continue
+            if token_id is None:
+                raise InvariantError(f"request {request.request_id}: a sampling span gave no token")
+            params, output_ids = request.params, request.output_ids
+            output_ids.append(token_id)
+            request.token_times_s.append(end_s)
+            n_output = len(output_ids)
+            if n_output == 1 and request.ticket.predicted_ttft_s is not None:
+                self.admission.first_token(request.ticket, end_s)
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                events.append(self._end(request, end_s, STOP, token_id))
+            elif n_output == params.max_new_tokens:
+                events.append(self._end(request, end_s, LENGTH, token_id))
+            else:
+                events.append(new_event((request.request_id, token_id, end_s, None, None)))
         return events
 
     def fail_step(self, error: BaseException, now: float) -> list[TokenEvent]:
@@ -177,8 +190,9 @@ class Core:
 
     def acknowledge(self, request: Request, now: float) -> None:
         """The reader has taken the terminal event: the slot is free. Any thread, any number of times."""
-        request.ticket.is_read = True
-        self.admission.release(request.ticket, now)
+        ticket = request.ticket
+        ticket.is_read = True
+        self.admission.release(ticket, now)
 
     def expire(self, now: float) -> list[Request]:
         """Frees the slots of streams that ended `unread_timeout_s` ago and that nobody read; returns them."""
@@ -235,25 +249,11 @@ class Core:
                 f"{len(self._live)} live, {unread} unread, {counts.inflight} in flight, limit {limit}"
             )
 
-    def _append_token(self, request: Request, token_id: int, now: float) -> TokenEvent:
-        params, output_ids = request.params, request.output_ids
-        output_ids.append(token_id)
-        request.token_times_s.append(now)
-        n_tokens = len(output_ids)
-        if n_tokens == 1 and request.ticket.predicted_ttft_s is not None:
-            self.admission.first_token(request.ticket, now)
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return self._end(request, now, FinishReason.STOP, token_id=token_id)
-        if n_tokens == params.max_new_tokens:
-            return self._end(request, now, LENGTH, token_id=token_id)
-        return new_event((request.request_id, token_id, now, None, None))
-
     def _end(
         self,
         request: Request,
         now: float,
         reason: FinishReason,
-        *,
         token_id: int | None = None,
         error: BaseException | None = None,
     ) -> TokenEvent:
@@ -262,12 +262,13 @@ class Core:
             reason, token_id, error = ABORT, None, None
         request.finish_reason = reason
         request.finished_s = now
+        ticket = request.ticket
         del self._live[request.request_id]
         self.scheduler.remove(request)
-        if request.ticket.work is not None or request.ticket.state is RESERVED:
-            self.admission.ended(request.ticket)
+        if ticket.work is not None or ticket.state is RESERVED:
+            self.admission.ended(ticket)
         if reason is ABORT and not request.holds_slot:
-            self.admission.release(request.ticket, now)
+            self.admission.release(ticket, now)
         else:
             self._unread.append(request)
             # One stream that nobody reads must not keep all that were read after it in memory.

@@ -49,6 +49,12 @@ class Composition(NamedTuple):
     cached_tokens: int
 
 
+new_composition: Final[Callable[[tuple[int, int, int, int, int, int]], Composition]] = partial(
+    tuple.__new__, Composition
+)
+"""As `new_span`: every step has one."""
+
+
 class StepPlan:
     """The work of one step, decodes (n_tokens 1, past the prompt) first. Never empty, and never changed.
 
@@ -69,11 +75,8 @@ class StepPlan:
 
     def composition(self) -> Composition:
         """What it computes, and what it found in the prefix cache. A token attends to itself and to all before it."""
-        if self._composition is None:  # asked for by what a step costs, and again by its record
-            self._composition = self._composed()
-        return self._composition
-
-    def _composed(self) -> Composition:
+        if self._composition is not None:  # asked for by what a step costs, and again by its record
+            return self._composition
         prefills = prefill_tokens = attention_pairs = prefill_starts = cached_tokens = 0
         for request, start, n_tokens, _ in reversed(self.spans):
             prompt_ids = request.prompt_ids
@@ -88,7 +91,10 @@ class StepPlan:
                 cached_tokens += start
         decodes = len(self.spans) - prefills
         context_tokens = sum(map(_start_of, self.spans)) - prefill_starts + decodes
-        return Composition(prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens)
+        self._composition = new_composition(
+            (prefills, prefill_tokens, attention_pairs, decodes, context_tokens, cached_tokens)
+        )
+        return self._composition
 
 
 class StepResult(NamedTuple):
@@ -113,6 +119,15 @@ class StepRecord(NamedTuple):
     running: int
     kv_tokens: int
     inflight_limit: int | None = None
+
+
+new_result: Final[Callable[[tuple[list[int | None], float, float]], StepResult]] = partial(
+    tuple.__new__, StepResult
+)
+new_record: Final[
+    Callable[[tuple[StepPlan, StepResult, float, float, int, int, int, int | None]], StepRecord]
+] = partial(tuple.__new__, StepRecord)
+"""As `new_span`: a simulation makes one of each a step."""
 
 
 class StepHandle(Protocol):

@@ -30,6 +30,7 @@ class KVCache:
 
     def __init__(self, num_blocks: int, *, prefix_cache: bool = False, shares_blocks: bool = True) -> None:
         self.num_blocks = num_blocks
+        self.capacity_tokens = num_blocks * KV_BLOCK_TOKENS
         self.shares_blocks = shares_blocks
         self.caches_prefixes = prefix_cache
         self._prefixes = PrefixIndex() if prefix_cache else None
@@ -47,10 +48,6 @@ class KVCache:
         self._run_of: dict[int, int] = {}  # the key in `_cached` of each cached block
 
     @property
-    def capacity_tokens(self) -> int:
-        return self.num_blocks * KV_BLOCK_TOKENS
-
-    @property
     def used_tokens(self) -> int:
         """Tokens that blocks are reserved for, rounded up to whole blocks. Cached ones are reserved for nobody."""
         return (self.num_blocks - self._num_free - len(self._run_of)) * KV_BLOCK_TOKENS
@@ -66,10 +63,7 @@ class KVCache:
 
     def can_allocate(self, n_tokens: int, prefix: Sequence[int] = ()) -> bool:
         """Whether `allocate` would succeed. `prefix` is what `find_prefix` found."""
-        spare = self._num_free + len(self._run_of)
-        if prefix and self.shares_blocks:
-            spare += sum(block not in self._run_of for block in prefix)
-        return blocks_for(n_tokens) <= spare
+        return blocks_for(n_tokens) <= self._spare(prefix)
 
     def allocate(self, request_id: int, n_tokens: int, prefix: Sequence[int] = ()) -> list[int]:
         """The block table of a request: int[blocks_for(n_tokens)], in order of position.
@@ -77,10 +71,11 @@ class KVCache:
         It begins with `prefix`, which must not be written to, or, where blocks are not shared, with as many blocks
         that `prefix` is to be copied to before anything else is written: some of `prefix` may be in the table, too.
         """
-        if request_id in self._owned or not self.can_allocate(n_tokens, prefix):
-            raise InvariantError(f"request {request_id}: cannot allocate {blocks_for(n_tokens)} blocks")
+        n_blocks = blocks_for(n_tokens)
+        if request_id in self._owned or n_blocks > self._spare(prefix):
+            raise InvariantError(f"request {request_id}: cannot allocate {n_blocks} blocks")
         if self._prefixes is None:
-            table = self._owned[request_id] = self._take(blocks_for(n_tokens))
+            table = self._owned[request_id] = self._take(n_blocks)
             return table
         shared = list(prefix) if self.shares_blocks else []
         for block in shared:
@@ -91,7 +86,7 @@ class KVCache:
             for run in (self._run_of.get(block) for block in reversed(prefix)):
                 if run is not None:
                     self._cached[run] = self._cached.pop(run)
-        n_blocks = blocks_for(n_tokens) - len(shared)
+        n_blocks -= len(shared)
         row = b"\1" * n_blocks
         # One piece is worth more than what was not used for the longest, where it is read as one piece and can be had.
         wants_row = (
@@ -145,6 +140,13 @@ class KVCache:
                 self._run_of.update(dict.fromkeys(run, run[0]))
             else:
                 self._give_back(run)
+
+    def _spare(self, prefix: Sequence[int]) -> int:
+        """Blocks that a request which begins with `prefix` can have, those of `prefix` that it shares included."""
+        spare = self._num_free + len(self._run_of)
+        if prefix and self.shares_blocks:
+            spare += sum(block not in self._run_of for block in prefix)
+        return spare
 
     def _take(self, n_blocks: int) -> list[int]:
         """Free blocks, the lowest that lie one behind the other; where no such row is left, the lowest of all.

@@ -25,6 +25,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # tokeniser or engine failed; the event carries the exception
 
 
+STOP: Final = FinishReason.STOP
 LENGTH: Final = FinishReason.LENGTH
 ABORT: Final = FinishReason.ABORT
 """Looked up once: on Python 3.11 every look-up of a member takes as long as a call."""
@@ -92,7 +93,7 @@ class Request:
     arrival: int = -1  # place in submission order, set by the core
     block_table: list[int] = field(default_factory=list)  # KV blocks, in order of position
     num_scheduled: int = 0  # tokens of prompt + output handed to steps so far
-    num_to_schedule: int = 0  # all that ever will be, known when it is admitted to run
+    num_to_schedule: int = 0  # all that ever will be, known once its prompt is tokenised
     cached_tokens: int | None = None  # of its prompt, found in the prefix cache when it was admitted to run
     num_pending: int = 0  # launched steps that hold this request and are not committed yet
     aborted: bool = False  # its reader is gone; it ends when its last launched step is committed
@@ -123,7 +124,8 @@ class Request:
     @property
     def max_len(self) -> int:
         """Tokens that its KV is reserved for."""
-        return self.prompt_len + self.params.max_new_tokens
+        assert self.prompt_ids is not None
+        return len(self.prompt_ids) + self.params.max_new_tokens
 
     @property
     def first_token_s(self) -> float | None:

@@ -94,21 +94,24 @@ class Scheduler:
         self.admission = admission
         self.waiting: dict[int, Request] = {}  # tokenising or ready
         self.running: dict[int, Request] = {}
-        self._policy = policy
+        self._timeout_s = policy.timeout_s
+        self._codel = policy.codel
+        self._newest_first = policy.newest_first
         self._drop = drop
         self._ready = ReadyQueue(self.waiting, policy.order, keeps_newest=policy.newest_first)
         self._timeouts = Timeouts(self.waiting)
         self._half_prefilled: Request | None = None
         self._arrivals = 0
         self._seats = limits.seats
+        self._budget = limits.max_num_batched_tokens
 
     def add(self, request: Request) -> None:
         """Queues a request in its place; it can run once `ready` was told."""
         request.arrival = self._arrivals
         self._arrivals += 1
         self.waiting[request.request_id] = request
-        if self._policy.timeout_s is not None:
-            self._timeouts.push(request.reserved_s + self._policy.timeout_s, request)
+        if self._timeout_s is not None:
+            self._timeouts.push(request.reserved_s + self._timeout_s, request)
         if request.deadline_s is not None:
             self._timeouts.push(request.deadline_s, request)
         if request.prompt_ids is not None:
@@ -116,6 +119,7 @@ class Scheduler:
 
     def ready(self, request: Request) -> None:
         """The request's prompt is tokenised."""
+        request.num_to_schedule = request.max_len - 1  # the last token is sampled, never computed on
         self._ready.push(request)
         if request.deadline_s is not None and self.admission.forecast is not None:
             self._timeouts.push(self._latest_start_s(request), request)
@@ -163,7 +167,7 @@ class Scheduler:
                 request.num_scheduled = start + 1
                 request.num_pending += 1
                 spans.append(new_span((request, start, 1, True)))
-        budget = self.limits.max_num_batched_tokens - len(spans)
+        budget = self._budget - len(spans)
         if half is not None and not half.aborted and budget:
             spans.append(self._take_prefill(half, budget))
             budget -= spans[-1].n_tokens
@@ -214,7 +218,7 @@ class Scheduler:
         sheds at that moment. What the prefix cache has of its prompt counts as computed; it may have to be copied first
         (`copies`).
         """
-        codel, running, kv_cache = self._policy.codel, self.running, self.kv_cache
+        codel, running, kv_cache = self._codel, self.running, self.kv_cache
         while len(running) < self._seats:
             head = self._ready.head()
             if head is None:
@@ -228,8 +232,8 @@ class Scheduler:
                 if codel.should_drop(now, waited_s):
                     self._shed(head, now, "codel", codel.target_s, waited_s)
                     continue
-                if self._policy.newest_first and codel.is_overloaded:
-                    newest = self._ready.head(newest=True)
+                if self._newest_first and codel.is_overloaded:
+                    newest = self._ready.newest()
                     assert newest is not None
                     head, prefix = newest, self._room_for(newest)
                     if prefix is None:
@@ -241,14 +245,13 @@ class Scheduler:
                 self.drop_evicted(head, now)  # since this step's plan was begun
                 continue
             del self.waiting[head.request_id]
-            if self._policy.newest_first:
+            if self._newest_first:
                 self._ready.forget()
             running[head.request_id] = head
-            head.block_table = kv_cache.allocate(head.request_id, head.max_len, prefix)
+            head.block_table = kv_cache.allocate(head.request_id, head.num_to_schedule + 1, prefix)
             head.cached_tokens = head.num_scheduled = cached_tokens
             if prefix and not kv_cache.shares_blocks:
                 copies += zip(prefix, head.block_table, strict=False)
-            head.num_to_schedule = head.max_len - 1  # the last token is sampled, never computed on
             head.first_scheduled_s = now
             return head
         return None
@@ -257,7 +260,7 @@ class Scheduler:
         """Blocks that hold the beginning of its prompt; None where there is no room for the rest."""
         assert request.prompt_ids is not None  # it is ready
         prefix = self.kv_cache.find_prefix(request.prompt_ids)
-        return prefix if self.kv_cache.can_allocate(request.max_len, prefix) else None
+        return prefix if self.kv_cache.can_allocate(request.num_to_schedule + 1, prefix) else None
 
     def drop_evicted(self, request: Request, now: float) -> None:
         """A waiting request whose slot went to a higher class."""
@@ -265,7 +268,7 @@ class Scheduler:
 
     def _latest_start_s(self, request: Request) -> float:
         """When it has to be taken up to be of use. What its own prefill takes at least cannot be made up for."""
-        latest_s = request.reserved_s + (self._policy.timeout_s or float("inf"))
+        latest_s = request.reserved_s + (self._timeout_s or float("inf"))
         if request.deadline_s is None:
             return latest_s
         own_s, forecast = 0.0, self.admission.forecast
@@ -275,7 +278,7 @@ class Scheduler:
         return min(latest_s, request.deadline_s - own_s)
 
     def _drop_overdue(self, request: Request, now: float) -> None:
-        ends_s = request.reserved_s + (self._policy.timeout_s or float("inf"))
+        ends_s = request.reserved_s + (self._timeout_s or float("inf"))
         if request.deadline_s is not None:
             ends_s = min(ends_s, request.deadline_s)
         self._shed(request, now, QUEUE_TIMEOUT, ends_s - request.reserved_s, now - request.reserved_s)
@@ -284,9 +287,10 @@ class Scheduler:
         self._drop(request, self.admission.dropped(request.ticket, now, reason, limit, measured), now)
 
     def _take_prefill(self, request: Request, budget: int) -> Span:
-        start = request.num_scheduled
-        left = request.prompt_len - start
-        n_tokens = min(left, budget)
+        start, prompt_ids = request.num_scheduled, request.prompt_ids
+        assert prompt_ids is not None
+        left = len(prompt_ids) - start
+        n_tokens = min(budget, left)
         request.num_scheduled = start + n_tokens
         request.num_pending += 1
         self._half_prefilled = None if n_tokens == left else request

@@ -62,14 +62,8 @@ class ReadyQueue:
         if self._newest is not None:
             self._newest.append(request)
 
-    def head(self, *, newest: bool = False) -> Request | None:
-        """Who is next: by the order, or the one that was ready last (only where the queue `keeps_newest`)."""
-        if newest:
-            stack = self._newest
-            assert stack is not None
-            while stack and stack[-1].request_id not in self._waiting:
-                stack.pop()
-            return stack[-1] if stack else None
+    def head(self) -> Request | None:
+        """Who is next by the order."""
         heap = self._heap
         while heap:
             request = heap[0][2]
@@ -77,6 +71,14 @@ class ReadyQueue:
                 return request
             heapq.heappop(heap)
         return None
+
+    def newest(self) -> Request | None:
+        """The one that was ready last. Only where the queue `keeps_newest`."""
+        stack = self._newest
+        assert stack is not None
+        while stack and stack[-1].request_id not in self._waiting:
+            stack.pop()
+        return stack[-1] if stack else None
 
     def forget(self) -> None:
         """Called when one left `waiting`: a storm of those that left must not pile up behind a head that stays."""

@@ -264,23 +264,17 @@ def step_values(
     number: int, step: StepRecord, t0: float, index_of: Callable[[int], int] | None
 ) -> tuple[Any, ...]:
     """A step's row in the order of STEP_COLUMNS. Without `index_of` it has no members."""
+    plan, (_, exec_start_s, exec_end_s), plan_start_s, published_s, *counts = step
     members = None
     if index_of is not None:
         members = [
             {"request_index": index_of(request.request_id), "start": start, "n_tokens": n_tokens}
-            for request, start, n_tokens, _ in step.plan.spans
+            for request, start, n_tokens, _ in plan.spans
         ]
     return (
-        number,
-        step.plan_start_s - t0,
-        step.result.exec_start_s - t0,
-        step.result.exec_end_s - t0,
-        step.published_s - t0,
-        *step.plan.composition(),
-        step.waiting,
-        step.running,
-        step.kv_tokens,
-        step.inflight_limit,
+        *(number, plan_start_s - t0, exec_start_s - t0, exec_end_s - t0, published_s - t0),
+        *plan.composition(),
+        *counts,
         members,
     )
 

@@ -42,7 +42,8 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
     """
     fate = sent.fate
     first, last_sent_s = (sent.earlier[0], sent.sent_s) if sent.earlier else (sent, None)
-    begun = first.sent_s, last_sent_s, sent.attempt, first.waiting, _met(first.fate)
+    met = first.fate.ticket.inflight_before if isinstance(first.fate, Request) else _met(first.fate)
+    begun = first.sent_s, last_sent_s, sent.attempt, first.waiting, met
     known = sent.index, sent.due_s, sent.permitted_s, *begun
     if not isinstance(fate, Request):
         at_s = sent.returned_s
@@ -70,28 +71,15 @@ def sent_values(sent: Sent, keeps_times: bool) -> tuple[Any, ...]:
             unserved = (None, None, None, error_text(sent.error))
     lists = (times_s, received_s, [1] * n) if n and keeps_times else (None, None, None)
     ticket = fate.ticket
-    return (
-        *known,
-        ended_s,
-        outcome,
-        *unserved,
-        sent.returned_s,
-        fate.reserved_s,
-        fate.tokenized_s,
-        fate.first_scheduled_s,
-        times_s[0] if n else None,
-        times_s[-1] if n else None,
-        fate.finished_s,
-        ticket.released_s,
-        received_s[0] if n else None,
-        received_s[-1] if n else None,
-        reason,
-        sent.prompt_tokens,
-        ticket.predicted_ttft_s,
-        fate.cached_tokens,
-        n,
-        *lists,
+    first_s, last_s, received_first_s, received_last_s = (
+        (times_s[0], times_s[-1], received_s[0], received_s[-1]) if n else (None, None, None, None)
     )
+    served = (
+        *(sent.returned_s, fate.reserved_s, fate.tokenized_s, fate.first_scheduled_s, first_s, last_s),
+        *(fate.finished_s, ticket.released_s, received_first_s, received_last_s, reason, sent.prompt_tokens),
+        *(ticket.predicted_ttft_s, fate.cached_tokens, n),
+    )
+    return (*known, ended_s, outcome, *unserved, *served, *lists)
 
 
 def unsent_values(index: int, arrival: Arrival, gave_up_s: float | None, why: str) -> tuple[Any, ...]:
@@ -108,10 +96,8 @@ def try_values(sent: Sent) -> tuple[Any, ...]:
     return (sent.index, sent.attempt, sent.sent_s, hint_s, *[row[place] for place in _PLACES], row[_ERROR])
 
 
-def _met(fate: Request | RoseinferError) -> int | None:
-    """What was in flight when it was sent."""
-    if isinstance(fate, Request):
-        return fate.ticket.inflight_before
+def _met(fate: RoseinferError) -> int | None:
+    """What was in flight when it was sent, and refused."""
     return fate.inflight if isinstance(fate, SchedulerManagerOverloadedError) else None
 
 

@@ -46,7 +46,7 @@ from roseinfer.request import Request
 from roseinfer.sim.client import ClientRules
 from roseinfer.sim.cost_model import COMPOSITION, CostModel, OutsideFitted
 from roseinfer.sim.costs import Costs
-from roseinfer.sim.virtual import Arrival, Sent, SimLimits, request_index, simulate
+from roseinfer.sim.virtual import Arrival, Sent, SimLimits, new_arrival, request_index, simulate
 
 VIRTUAL_START_UTC: Final = "1970-01-01T00:00:00+00:00"
 """When every simulated cell began: the wall clock has no part in it."""
@@ -290,5 +290,6 @@ def _arrivals(first: Workload, others: Iterator[Workload], deadlines: TtftDeadli
         lengths = block.prompt_tokens.tolist(), block.output_tokens.tolist()
         places = [0] * n if block.classes is None else block.classes.places.tolist()
         deadlines_s = deadlines.of(() if block.classes is None else block.classes.names)
-        yield from map(Arrival, due_s, *lengths, places, [deadlines_s[place] for place in places])
+        deadlines_of_requests = [deadlines_s[place] for place in places]
+        yield from map(new_arrival, zip(due_s, *lengths, places, deadlines_of_requests, strict=True))
         block = next(others, None)

@@ -17,7 +17,7 @@ from roseinfer.admission import Admission
 from roseinfer.admission_spec import admission_of
 from roseinfer.core import Core
 from roseinfer.errors import InputError, InvariantError, RoseinferError, SchedulerManagerOverloadedError
-from roseinfer.executor import StepPlan, StepRecord, StepResult
+from roseinfer.executor import StepPlan, StepRecord, new_record, new_result
 from roseinfer.kv_cache import KVCache, blocks_for
 from roseinfer.policies import policies_of
 from roseinfer.request import Request, SamplingParams, TokenEvent
@@ -54,6 +54,12 @@ class Arrival(NamedTuple):
     max_new_tokens: int
     priority: int = 0
     ttft_deadline_s: float | None = None
+
+
+new_arrival: Final[Callable[[tuple[float, int, int, int, float | None]], Arrival]] = partial(
+    tuple.__new__, Arrival
+)
+"""`Arrival(*values)` that runs no line of Python: there may be millions."""
 
 
 class SimLimits(NamedTuple):
@@ -288,7 +294,7 @@ class _Simulation:
             index, arrival, permitted_s = due
             attempt = 1 if self.comebacks is None else self.comebacks.next_try(due)
             request_id = index + (attempt - 1) * TRY_IDS
-            due_s, prompt_tokens, *_ = arrival
+            due_s, prompt_tokens = arrival.time_s, arrival.prompt_tokens
             waiting = self.core.admission.not_started
             fate = self._reserve(request_id, arrival, now)
             if isinstance(fate, Request):
@@ -336,18 +342,18 @@ class _Simulation:
         """Takes what was published; whoever has ended gives its slot and its permit back."""
         for request_id, token_id, _, finish_reason, error in events:
             sent = self.open[request_id]
-            is_read = sent.gave_up_s is None
-            if is_read and token_id is not None:
+            if token_id is not None and sent.gave_up_s is None:
                 sent.received_s.append(now)
-            if finish_reason is not None:
-                del self.open[request_id]
-                assert isinstance(sent.fate, Request)
-                self.core.acknowledge(sent.fate, now)
-                if is_read:
-                    sent.ended_s, sent.error = now, error
-                    if self._is_last(sent, now):
-                        self.outbox.ended(now)
-                self.on_try(sent)
+            if finish_reason is None:
+                continue
+            del self.open[request_id]
+            assert isinstance(sent.fate, Request)
+            self.core.acknowledge(sent.fate, now)
+            if sent.gave_up_s is None:
+                sent.ended_s, sent.error = now, error
+                if self._is_last(sent, now):
+                    self.outbox.ended(now)
+            self.on_try(sent)
 
     def _give_up(self, request_id: int, now: float) -> None:
         sent = self.open.get(request_id)
@@ -390,18 +396,12 @@ class _Simulation:
     def _reserve(self, request_id: int, arrival: Arrival, now: float) -> Request | RoseinferError:
         """What SchedulerManager.submit does up to the inbox."""
         _, prompt_tokens, max_new_tokens, priority, ttft_deadline_s = arrival
-        core = self.core
+        core, admission = self.core, self.core.admission
         is_text = not self.workers or self.costs.tokenize_seconds(prompt_tokens) > 0
         try:
-            if core.admission.has_lanes and not is_text:
+            if admission.has_lanes and not is_text:
                 core.check_fits(prompt_tokens, max_new_tokens)
-            ticket = core.admission.reserve(
-                now,
-                prompt_tokens + max_new_tokens,
-                is_bound=is_text,
-                prompt_tokens=prompt_tokens,
-                priority=priority,
-            )
+            ticket = admission.reserve(now, prompt_tokens + max_new_tokens, is_text, prompt_tokens, priority)
         except (SchedulerManagerOverloadedError, InputError) as refusal:
             return refusal.with_traceback(None)  # which would keep this frame alive
         prompt_ids = None
@@ -410,7 +410,7 @@ class _Simulation:
             try:
                 core.check_fits(prompt_tokens, max_new_tokens)
             except InputError as error:
-                core.admission.release(ticket, now)
+                admission.release(ticket, now)
                 return error.with_traceback(None)
         params = self.params.get(max_new_tokens)
         if params is None:
@@ -462,17 +462,18 @@ class _Simulation:
         published_s = end_s + self.costs.between_seconds(plan)
         token_ids = [TOKEN_ID if samples else None for _, _, _, samples in plan.spans]
         scheduler = self.core.scheduler
-        counts = len(scheduler.waiting), len(scheduler.running), scheduler.kv_cache.used_tokens
-        result, limit = StepResult(token_ids, now, end_s), self.core.admission.moving_limit
-        self.step = StepRecord(plan, result, now, published_s, *counts, limit)
+        waiting, running = len(scheduler.waiting), len(scheduler.running)
+        kv_tokens, limit = scheduler.kv_cache.used_tokens, self.core.admission.moving_limit
+        result = new_result((token_ids, now, end_s))
+        self.step = new_record((plan, result, now, published_s, waiting, running, kv_tokens, limit))
         heapq.heappush(self.heap, (end_s, STEP_END, -1))
 
     def _end_step(self, now: float) -> None:
-        assert self.step is not None
-        plan, result, _, published_s, *_ = self.step
-        self.committed = self.core.commit(plan, result, now)
-        if published_s > now:
-            heapq.heappush(self.heap, (published_s, PUBLISHED, -1))
+        step = self.step
+        assert step is not None
+        self.committed = self.core.commit(step.plan, step.result, now)
+        if step.published_s > now:
+            heapq.heappush(self.heap, (step.published_s, PUBLISHED, -1))
         else:
             self._publish(now)
 
