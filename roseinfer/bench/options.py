@@ -24,8 +24,8 @@ TARGETS: Final = ("engine", "sim")
 URL_SCHEMES: Final = ("http://", "https://")
 DTYPES: Final = ("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 DTYPE_HELP: Final = (
-    "auto (bfloat16 where it is fast, else float32), float32, bfloat16, or float16: on a CPU the weights are kept"
-    " in it, and float32 is computed in."
+    "float32, bfloat16, or float16: a CPU keeps weights in it and computes in float32. auto is bfloat16 where that is"
+    " fast, else float16 where the CPU has products for it, else float32."
 )
 
 

@@ -42,9 +42,14 @@ def settle_kernels(device: torch.device) -> None:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bf16 where the device computes it fast, else fp32; fp16 is for weights on a CPU."""
+    """fp16 is for the weights of linear layers on a CPU, which then computes in fp32.
+
+    "auto" is bf16 where the device computes it fast, else fp16 where a CPU has products for it, else fp32.
+    """
     if dtype == "auto":
-        return torch.bfloat16 if _bf16_is_fast(device) else torch.float32
+        if _bf16_is_fast(device):
+            return torch.bfloat16
+        return torch.float16 if device.type == "cpu" and halving_works() else torch.float32
     if dtype not in _DTYPES:
         raise InputError("dtype", dtype, f"must be auto, {', '.join(_DTYPES)}")
     if device.type == "cuda" and _DTYPES[dtype] == torch.bfloat16 and not torch.cuda.is_bf16_supported():

@@ -154,8 +154,8 @@ class InferenceEngine:
     ) -> InferenceEngine:
         """Loads `builtin:gpt2`, a Hugging Face folder, a .gguf file or a hub id.
 
-        device: auto, cpu or cuda. dtype: auto (bf16 where it is fast, else fp32), fp32, bf16, or fp16 for the weights
-        of linear layers on a CPU, computed in fp32. max_model_len: tokens a request may span, None for the model's
+        device: auto, cpu or cuda. dtype: fp32, bf16, or fp16 for the weights of linear layers on a CPU, computed in
+        fp32; auto: see `resolve_dtype`. max_model_len: tokens a request may span, None for the model's
         context. num_threads: of torch in this process, None leaves them. native: see `__init__`. paged_attn: the KV
         cache is read block by block, and requests share what they have in common; else each has its own, in one piece
         where there is room. None chooses: paged on CUDA alone. cuda_graph: decodes are captured once for each of a few

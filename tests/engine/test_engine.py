@@ -52,7 +52,8 @@ def test_a_folder_is_described(saved: Path) -> None:
     description = json.loads(json.dumps(dataclasses.asdict(loaded.description)))
     assert description.pop("device_name")
     itemsize = 4 if description["dtype"] == "float32" else 2
-    assert description.pop("linear_kernels") in ("packed (oneDNN)", "plain")
+    kv_itemsize = 2 if description["dtype"] == "bfloat16" else 4
+    assert description.pop("linear_kernels") in ("packed (oneDNN)", "float16 weights (FBGEMM)", "plain")
     assert description == {
         "model": str(saved),
         "architecture": "LlamaForCausalLM",
@@ -61,12 +62,12 @@ def test_a_folder_is_described(saved: Path) -> None:
         "context_length": CONTEXT,
         "max_model_len": CONTEXT,
         "device": "cpu",
-        "dtype": "float32" if not device._bf16_is_fast(torch.device("cpu")) else "bfloat16",
+        "dtype": device.dtype_name(device.resolve_dtype("auto", torch.device("cpu"))),
         "num_threads": 1,
         "implementation": "native",
         "matrix_parameters": 2 * (48 * 48 * 3 + 3 * 48 * 64),
         "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
-        "kv_bytes_per_token": 2 * 2 * 2 * 12 * itemsize,
+        "kv_bytes_per_token": 2 * 2 * 2 * 12 * kv_itemsize,
         "kv_layout": "contiguous",
         "attention": "SDPA",
         "cuda_graph": False,
@@ -260,10 +261,14 @@ def test_a_hub_model_loads(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None
 # dtype.
 
 
-def test_auto_is_fp32_on_a_cpu_that_would_emulate_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("halves", "dtype"), [(True, torch.float16), (False, torch.float32)])
+def test_auto_on_a_cpu_that_would_emulate_bf16(
+    monkeypatch: pytest.MonkeyPatch, halves: bool, dtype: torch.dtype
+) -> None:
     for question in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(torch.cpu, question, lambda: False, raising=False)
-    assert device.resolve_dtype("auto", torch.device("cpu")) == torch.float32
+    monkeypatch.setattr(device, "halving_works", lambda: halves)
+    assert device.resolve_dtype("auto", torch.device("cpu")) == dtype
 
 
 def test_auto_is_bf16_on_a_cpu_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
