@@ -78,7 +78,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument(
         "--peer-dtype",
-        help="What the others compute in, where that is not --dtype: what they are fastest in.",
+        choices=("float32", "bfloat16", "float16"),
+        help="What the others compute in. Default: as --dtype, and float32 beside our float16 weights.",
     )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=259)
@@ -87,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     theirs = peer_python()
     dtype = _dtype(args.dtype)
-    peer_dtype = args.peer_dtype or dtype
+    # Of weights that are kept in float16 and computed with in float32 the others have no like.
+    peer_dtype = args.peer_dtype or ("float32" if dtype == "float16" else dtype)
     with tempfile.TemporaryDirectory() as scratch:
         model = _as_folder(args.model, Path(scratch))
         pythons = {OURS: Path(sys.executable), THEIRS: theirs, PLAIN: Path(sys.executable)}
@@ -95,6 +97,7 @@ def main() -> None:
             Side(name, python, model, dtype if name == OURS else peer_dtype)
             for name, python in pythons.items()
         ]
+        described = {side.name: side.describe for side in sides}
         rounds = _measure(sides, args.prompts, args.prompt_len, args.repeats)
         if dtype == peer_dtype == "float32":
             same = _agreement(rounds[0])
@@ -103,7 +106,6 @@ def main() -> None:
                 side.close()
             sides = [Side(name, python, model, "float32") for name, python in pythons.items()]
             same = _agreement(_measure(sides, 8, args.prompt_len, 1)[0])
-        described = {side.name: side.describe for side in sides}
         for side in sides:
             side.close()
     found = {

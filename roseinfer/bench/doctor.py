@@ -130,7 +130,9 @@ def _same(agreement: Agreement) -> str:
 def _why(asked: str, used: str) -> str:
     if asked != "auto":
         return " (asked for)"
-    return " (fast here)" if used == "bfloat16" else " (bfloat16 is not fast here)"
+    if used == "float16":
+        return " weights, computed in float32 (bfloat16 is not fast here)"
+    return " (fast here)" if used == "bfloat16" else " (nothing shorter is fast here)"
 
 
 def _prompt(engine: InferenceEngine, length: int) -> list[int]:

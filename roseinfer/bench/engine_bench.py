@@ -11,6 +11,7 @@ from roseinfer.bench.target import InProcessTarget
 from roseinfer.bench.workload import WorkloadSource
 from roseinfer.model_source import check_model_source
 from roseinfer.nvtx import ranges
+from roseinfer.sim.cost_model import CostModel
 
 if TYPE_CHECKING:
     from roseinfer.engine import InferenceEngine
@@ -56,6 +57,8 @@ def _bench(experiment: Experiment, engine: InferenceEngine) -> Bench:
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
     )
+    if experiment.options.cost_model is not None:
+        source.notes += CostModel.read(experiment.options.cost_model).told_of_fit(engine.description.dtype)
     kind = check_model_source(experiment.model).kind
     model = {**asdict(engine.description), "model": experiment.model_name, "source": str(kind)}
     return Bench(InProcessTarget(engine, experiment), source, model)

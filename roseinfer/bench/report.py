@@ -412,7 +412,7 @@ def model_name(manifest: Mapping[str, Any]) -> str:
     facts = [
         None if parameters is None else f"{parameters / 1e6:.0f} M",
         "no weights" if weights == "none" else weights,
-        model.get("dtype"),
+        "float16 weights" if model.get("dtype") == "float16" else model.get("dtype"),
     ]
     known = ", ".join(fact for fact in facts if fact)
     return f"{model['model']} ({known})" if known else str(model["model"])

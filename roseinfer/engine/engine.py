@@ -14,7 +14,7 @@ from roseinfer.engine.executor import TorchExecutor
 from roseinfer.engine.gpt2 import GPT2
 from roseinfer.engine.graphs import DecodeGraphs
 from roseinfer.engine.kv import KVPool
-from roseinfer.engine.linear import packs
+from roseinfer.engine.linear import LARGEST_HALF, packs
 from roseinfer.engine.llama import Llama
 from roseinfer.engine.loading import LoadedModel, load_model
 from roseinfer.engine.model import Model
@@ -89,6 +89,8 @@ class InferenceEngine:
         config = model.config.get_text_config()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         dtype = next(model.parameters()).dtype
+        if half_weights:
+            _check_halves(model, name)
         context_length = getattr(config, "max_position_embeddings", None)
         if context_length is None:
             raise ModelError("model", name, "its config names no max_position_embeddings")
@@ -271,6 +273,20 @@ def _implementation(
     if native and Llama.computes(model):
         return Llama(model, max_model_len, half=half), "native"
     return TransformersModel(model, half=half), "transformers"
+
+
+def _check_halves(model: PreTrainedModel, name: str) -> None:
+    """Raises InputError where weights cannot be kept in float16 at all, ModelError for one that does not fit."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        raise InputError(
+            "half_weights", True, f"is for float32 on a CPU, not {model.dtype} on {model.device}"
+        )
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            largest = float(module.get_parameter("weight").detach().abs().max())
+            if not largest <= LARGEST_HALF:  # NaN too
+                why = f"has a weight of {largest:g}, which float16 cannot hold: choose another dtype"
+                raise ModelError("model", name, why)
 
 
 def _linear_kernels(device: torch.device, dtype: torch.dtype, half: bool) -> str:

@@ -234,6 +234,8 @@ def command(
             )
         elif limit != AdmissionSpec():
             said = f"admission {limit} in this process (each process counts its own)"
+        for note in () if costs is None else costs.told_of_fit(engine.description.dtype):
+            print(f"roseinfer-serve: {note}", file=sys.stderr, flush=True)
         address, bound_port = sock.getsockname()[:2]
         at = f"[{address}]" if ":" in address else address
         print(f"roseinfer-serve: {model} at http://{at}:{bound_port}, {said}", file=sys.stderr, flush=True)

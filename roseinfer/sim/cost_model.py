@@ -136,6 +136,13 @@ class CostModel:
         """How long the step computes, without noise."""
         return self.step.seconds(plan)
 
+    def told_of_fit(self, dtype: str) -> list[str]:
+        """A note where it was fitted to steps in another dtype than an engine has."""
+        fitted = None if self.fitted is None else self.fitted.dtype
+        if fitted in (None, dtype):
+            return []
+        return [f"the cost model was fitted to steps in {fitted}, and the engine has {dtype}: other times"]
+
     def in_the_mean(self) -> CostModel:
         """The model without noise whose every step takes what such a step of this one takes in the mean."""
         return replace(

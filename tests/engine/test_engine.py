@@ -283,6 +283,24 @@ def test_float16_weights_are_refused_where_they_cannot_be_multiplied(
     assert "for this CPU" in refusal(saved, device="cpu", dtype="fp16")
 
 
+@pytest.mark.parametrize("weight", [70_000.0, float("nan")])
+def test_a_weight_that_float16_cannot_hold_is_refused(weight: float) -> None:
+    model = make_model(CONFIGS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight[3, 5] = weight
+    loaded = LoadedModel(model, builtin_tokenizer(), frozenset(), "random")
+    with pytest.raises(ModelError, match="which float16 cannot hold"):
+        InferenceEngine(loaded, name="tiny", half_weights=True)
+
+
+def test_half_weights_are_for_a_model_in_float32() -> None:
+    loaded = LoadedModel(
+        make_model(CONFIGS["llama"], torch.bfloat16), builtin_tokenizer(), frozenset(), "random"
+    )
+    with pytest.raises(InputError, match="is for float32 on a CPU"):
+        InferenceEngine(loaded, name="tiny", half_weights=True)
+
+
 def test_float16_is_refused_on_a_gpu() -> None:
     with pytest.raises(InputError, match="dtype 'float16': is for weights on a CPU"):
         device.resolve_dtype("float16", torch.device("cuda"))

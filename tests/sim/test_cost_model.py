@@ -143,6 +143,21 @@ def test_steps_outside_of_the_fitted_range_are_counted_by_column() -> None:
     assert MODEL.outside(steps) == {"decode_requests": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("fitted", "engine", "is_told"),
+    [("float32", "float16", True), ("float32", "float32", False), (None, "float16", False)],
+)
+def test_another_dtype_than_it_was_fitted_to_is_told(fitted: str | None, engine: str, is_told: bool) -> None:
+    assert MODEL.fitted is not None
+    notes = replace(MODEL, fitted=replace(MODEL.fitted, dtype=fitted)).told_of_fit(engine)
+    assert bool(notes) is is_told
+    assert all("float32" in note and "float16" in note for note in notes)
+
+
+def test_a_model_that_was_not_fitted_is_told_of_nothing() -> None:
+    assert replace(MODEL, fitted=None).told_of_fit("float16") == []
+
+
 def test_a_model_that_was_not_fitted_has_no_outside() -> None:
     steps = pd.DataFrame({column: [10**9] for column in COMPOSITION})
     assert replace(MODEL, fitted=None).outside(steps) == {}
