@@ -153,7 +153,8 @@ def test_a_loop_that_ends_by_time_makes_bodies_ahead_but_not_all() -> None:
         result = looped(server.endpoint(), 2, endless, duration_s=0.1)
     assert 2 <= len(result.requests) <= endless.made <= len(result.requests) + 4 * 2
     assert result.ran_out_s is None
-    assert all(request.scheduled_s < 0.1 for request in result.requests)
+    # Whoever was let go in time may be stamped behind the end, on a busy machine; nobody is let go after that.
+    assert sum(request.scheduled_s >= 0.1 for request in result.requests) <= 1
 
 
 def test_somebody_begins_however_short_the_duration_is() -> None:
