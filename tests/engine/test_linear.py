@@ -86,11 +86,10 @@ def test_plain_layers_stay_where_the_private_operators_fail(
     model = sequence(torch.float32)
     try:
         assert not pack_linears(model)
+        assert type(make_linear(torch.ones(2, 3), None)) is PlainLinear
     finally:
-        packing_works.cache_clear()
+        packing_works.cache_clear()  # and nobody asks before the operators are whole again
     assert isinstance(model[0], nn.Linear)
-    head = make_linear(torch.ones(2, 3), None)
-    assert type(head) is (PackedLinear if packing_works(torch.float32) else PlainLinear)
 
 
 @pytest.mark.parametrize("half", [False, True])
