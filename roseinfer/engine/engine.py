@@ -172,9 +172,9 @@ class InferenceEngine:
         on = resolve_device(device)
         if cuda_graph and on.type != "cuda":
             raise InputError("cuda_graph", cuda_graph, _NEEDS_CUDA)
-        computed_in = resolve_dtype(dtype, on)
-        half = computed_in == torch.float16
-        loaded = load_model(source, on, torch.float32 if half else computed_in)
+        resolved = resolve_dtype(dtype, on)
+        half = resolved == torch.float16
+        loaded = load_model(source, on, torch.float32 if half else resolved)
         return cls(
             loaded,
             name=model,

@@ -141,7 +141,9 @@ class CostModel:
         fitted = None if self.fitted is None else self.fitted.dtype
         if fitted in (None, dtype):
             return []
-        return [f"the cost model was fitted to steps in {fitted}, and the engine has {dtype}: other times"]
+        return [
+            f"the cost model was fitted to {fitted}; this engine has {dtype}, whose steps take other times"
+        ]
 
     def in_the_mean(self) -> CostModel:
         """The model without noise whose every step takes what such a step of this one takes in the mean."""
