@@ -67,7 +67,7 @@ def examine(model: str, *, device: str, dtype: str, num_threads: int | None, say
     for name, pair in paths.items():
         if pair is not None:
             say(f"{name}, tiny models in float32: {_same(pair)}")
-    if used.attention != "SDPA":
+    if used.attention in ("FA2", "FA3"):
         kernels = compare_kernels(cast("Flash", used.attention), on, as_dtype)
         paths[f"{used.attention} against SDPA"] = kernels
         say(

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from roseinfer.engine.decode_attention import attend_in_place
 from roseinfer.engine.step_context import LayerKV, PrefillGroup, QueryGroup, StepContext
 from roseinfer.engine.varlen import packed_attention
 from roseinfer.executor import KV_BLOCK_TOKENS
@@ -49,6 +50,8 @@ def attention(
     if step.packed is not None:
         return packed_attention(query, key, value, keys, values, step.packed, scaling)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
+    if step.decodes_in_place is not None:
+        attend_in_place(query, keys, values, step.decodes_in_place, scaling, out)
     _one_query_each(query, keys, values, step.decodes, scaling, out)
     for group in step.prefills:
         rows = slice(group.offset, group.offset + group.n_spans * group.n_tokens)
@@ -64,6 +67,8 @@ def attention_of_last(
     if step.packed_lasts is not None:
         return packed_attention(query, key, value, keys, values, step.packed_lasts, None)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
+    if step.lasts_in_place is not None:
+        attend_in_place(query, keys, values, step.lasts_in_place, None, out)
     _one_query_each(query, keys, values, step.lasts, None, out)
     return out
 

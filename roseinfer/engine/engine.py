@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from roseinfer.engine.decode_attention import in_place_works
 from roseinfer.engine.device import device_name, dtype_name, resolve_device, resolve_dtype, settle_kernels
 from roseinfer.engine.executor import TorchExecutor
 from roseinfer.engine.gpt2 import GPT2
@@ -61,7 +62,9 @@ class EngineDescription:
     weight_bytes: int  # read by a step of one token: linear layers and head
     kv_bytes_per_token: int
     kv_layout: str  # "contiguous" or "paged"
-    attention: str  # "SDPA", or on CUDA the packed kernels of a paged layout: "FA2" or "FA3"
+    attention: (
+        str  # "SDPA"; on a CPU decodes have a kernel of ours; on CUDA a paged layout has "FA2" or "FA3"
+    )
     cuda_graph: bool  # decodes are replayed
 
 
@@ -110,6 +113,7 @@ class InferenceEngine:
             self._flash = flash_for(
                 model.device, dtype, [(layer.key_dim, layer.value_dim) for layer in layers]
             )
+        self._reads_in_place = model.device.type == "cpu" and in_place_works(dtype)
         why_not = self._why_no_graphs(implementation)
         if cuda_graph and why_not is not None:
             raise InputError("cuda_graph", cuda_graph, why_not)
@@ -137,7 +141,7 @@ class InferenceEngine:
             weight_bytes=(matrices + head) * (2 if half_weights else dtype.itemsize),
             kv_bytes_per_token=self._kv.bytes_per_token,
             kv_layout="paged" if self._paged_attn else "contiguous",
-            attention=self._flash or "SDPA",
+            attention=self._flash or ("SDPA, decodes in place (numba)" if self._reads_in_place else "SDPA"),
             cuda_graph=self._uses_graphs,
         )
 
@@ -246,6 +250,7 @@ class InferenceEngine:
             clock,
             paged_attn=self._paged_attn,
             flash=self._flash,
+            reads_in_place=self._reads_in_place,
             graphs=self._graphs,
         )
         self._kv.lend(executor)

@@ -47,11 +47,13 @@ class TorchExecutor:
         *,
         paged_attn: bool = False,
         flash: Flash | None = None,
+        reads_in_place: bool = False,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._paged_attn = paged_attn
         self._flash = flash
+        self._reads_in_place = reads_in_place
         self._graphs = graphs
         self._kv = kv
         self._clock = clock
@@ -109,7 +111,14 @@ class TorchExecutor:
             token_ids = staging.put(ids)
             spans = [np.arange(span.start, span.start + span.n_tokens) for span in plan.spans]
             positions = staging.put(np.concatenate(spans))
-            context = build_step_context(plan, self._kv, staging, paged=self._paged_attn, flash=self._flash)
+            context = build_step_context(
+                plan,
+                self._kv,
+                staging,
+                paged=self._paged_attn,
+                flash=self._flash,
+                reads_in_place=self._reads_in_place,
+            )
             eager = positions, context
         inputs = _Inputs(
             token_ids,

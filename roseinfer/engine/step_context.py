@@ -1,8 +1,8 @@
 """Where the tokens of one step lie and what they attend to, told to the device once for all layers.
 
-A decode reads its context in one of two ways. Contiguous: where it is, in one piece, if its blocks lie one behind the
-other. Paged: gathered from blocks that lie anywhere, all decodes at once. Where there are kernels for packed spans
-(varlen.py), a paged step leaves all of its attention to them.
+On a CPU a decode reads its context where it is (decode_attention.py), in either layout. Elsewhere, contiguous: where it
+is, in one piece, if its blocks lie one behind the other; paged: gathered from blocks that lie anywhere, all decodes at
+once. Where there are kernels for packed spans (varlen.py), a paged step leaves all of its attention to them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from roseinfer.engine.decode_attention import Contexts, in_place
 from roseinfer.engine.staging import Staging
 from roseinfer.engine.varlen import Flash, PackedSpans, Queries, pack
 from roseinfer.executor import KV_BLOCK_TOKENS, Span, StepPlan
@@ -67,6 +68,8 @@ class StepContext:
     lasts: list[QueryGroup]  # of those tokens
     packed: PackedSpans | None = None  # in place of decodes and prefills
     packed_lasts: PackedSpans | None = None  # in place of lasts
+    decodes_in_place: Contexts | None = None  # in place of decodes
+    lasts_in_place: Contexts | None = None  # in place of lasts
 
 
 def build_step_context(
@@ -76,8 +79,12 @@ def build_step_context(
     *,
     paged: bool = False,
     flash: Flash | None = None,
+    reads_in_place: bool = False,
 ) -> StepContext:
-    """Turns the block tables of a plan (decodes first) into slots. `flash` names kernels for a paged step."""
+    """Turns the block tables of a plan (decodes first) into slots. `flash` names kernels for a paged step.
+
+    reads_in_place: see `in_place_works`.
+    """
     query_groups = _paged_queries if paged else _contiguous_queries
     spans = plan.spans
     contexts = [_slots_of(span) for span in spans]
@@ -92,15 +99,21 @@ def build_step_context(
     if paged and flash is not None:
         packed, packed_lasts = _packed(spans, contexts, flash, staging)
         return StepContext(kv, slots, [], [], last, [], packed, packed_lasts)
-    decodes = query_groups(contexts[:n_decodes], staging)
     device = kv[0][0].device
+    prefills = _prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, staging, device)
+    all_decode = len(sampling) == n_decodes == len(spans)
+    if reads_in_place:
+        its = in_place(contexts[:n_decodes]) if n_decodes else None
+        lasts = its if all_decode else in_place(sampling) if sampling else None
+        return StepContext(kv, slots, [], prefills, last, [], decodes_in_place=its, lasts_in_place=lasts)
+    decodes = query_groups(contexts[:n_decodes], staging)
     return StepContext(
         kv=kv,
         slots=slots,
         decodes=decodes,
-        prefills=_prefill_groups(spans[n_decodes:], contexts[n_decodes:], n_decodes, staging, device),
+        prefills=prefills,
         last=last,
-        lasts=decodes if len(sampling) == n_decodes == len(spans) else query_groups(sampling, staging),
+        lasts=decodes if all_decode else query_groups(sampling, staging),
     )
 
 
