@@ -23,7 +23,7 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Where the contexts of some queries lie, in chunks: number c is slots[starts[c] : starts[c + 1]] of query rows[c]."""
+    """Where the contexts of some queries lie: chunk c is slots[starts[c] : starts[c + 1]], of query rows[c]."""
 
     n: int  # queries
     slots: NDArray[np.int64]

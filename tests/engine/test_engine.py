@@ -69,7 +69,7 @@ def test_a_folder_is_described(saved: Path) -> None:
         "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
         "kv_bytes_per_token": 2 * 2 * 2 * 12 * kv_itemsize,
         "kv_layout": "contiguous",
-        "attention": "SDPA",
+        "attention": "SDPA, decodes in place (numba)",
         "cuda_graph": False,
     }
 

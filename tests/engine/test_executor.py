@@ -22,12 +22,14 @@ STRANGERS = [[2, 7, 1, 8, 2, 8], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8, 7, 4, 9], [5, 7,
 OTHERS = [[i + 40 for i in prompt] for prompt in STRANGERS]
 
 
-@pytest.fixture(scope="module", params=["packed", "plain", "packed, paged"])
+@pytest.fixture(scope="module", params=["packed", "plain", "packed, paged", "packed, in place"])
 def engine(request: pytest.FixtureRequest) -> Iterator[InferenceEngine]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "plain":
             patch.setattr(linear, "packing_works", lambda dtype: False)
-        yield make_engine(CONFIGS["llama"], paged_attn="paged" in request.param)
+        yield make_engine(
+            CONFIGS["llama"], paged_attn="paged" in request.param, in_place="in place" in request.param
+        )
 
 
 def test_the_fixture_covers_both_kernels(engine: InferenceEngine, request: pytest.FixtureRequest) -> None:

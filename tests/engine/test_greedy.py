@@ -17,12 +17,14 @@ NEW_TOKENS = 8
 
 
 NATIVE = {"native": True, "transformers": False}
-LAYOUTS = ("contiguous", "paged")
+LAYOUTS = ("contiguous", "paged", "in place")
 
 
 @cache
 def engine_of(family: str, path: str = "native", layout: str = "contiguous") -> InferenceEngine:
-    return make_engine(CONFIGS[family], native=NATIVE[path], paged_attn=layout == "paged")
+    return make_engine(
+        CONFIGS[family], native=NATIVE[path], paged_attn=layout == "paged", in_place=layout == "in place"
+    )
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:

@@ -70,9 +70,10 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     paged_attn: bool = False,
     half_weights: bool = False,
+    in_place: bool = True,
 ) -> InferenceEngine:
     loaded = LoadedModel(make_model(config, dtype), builtin_tokenizer(), frozenset(), "random (seed 0)")
-    return InferenceEngine(
+    engine = InferenceEngine(
         loaded,
         name="tiny",
         max_model_len=max_model_len,
@@ -80,6 +81,8 @@ def make_engine(
         paged_attn=paged_attn,
         half_weights=half_weights,
     )
+    engine._reads_in_place &= in_place  # else as where numba is missing, or on CUDA
+    return engine
 
 
 @cache
