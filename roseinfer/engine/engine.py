@@ -62,9 +62,7 @@ class EngineDescription:
     weight_bytes: int  # read by a step of one token: linear layers and head
     kv_bytes_per_token: int
     kv_layout: str  # "contiguous" or "paged"
-    attention: (
-        str  # "SDPA"; on a CPU decodes have a kernel of ours; on CUDA a paged layout has "FA2" or "FA3"
-    )
+    attention: str  # "SDPA"; with decodes in place on a CPU; on CUDA a paged layout may have "FA2" or "FA3"
     cuda_graph: bool  # decodes are replayed
 
 
