@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny products take longer on two threads than on one, far longer beside other work."""
     before = torch.get_num_threads()
