@@ -7,6 +7,7 @@ the bandwidth. Where numba is missing, or its kernel does not agree with torch's
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,9 +80,25 @@ def attend_in_place(
 
 @lru_cache
 def in_place_works(dtype: torch.dtype) -> bool:
-    """True where the kernel can be had for keys and values on a CPU in this dtype, and agrees with torch's own."""
-    if _kernel(dtype) is None:
+    """True where the kernel can be had for keys and values on a CPU in this dtype, and agrees with torch's own.
+
+    Warns where numba is there and fails.
+    """
+    threads = torch.get_num_threads()
+    try:
+        return _kernel(dtype) is not None and _agrees(dtype)
+    except Exception as error:  # numba's settings, its threads, its files: anything but a reason not to serve
+        warnings.warn(
+            f"decodes use torch's attention: numba's fails here ({error})", RuntimeWarning, stacklevel=2
+        )
         return False
+    finally:
+        torch.set_num_threads(
+            threads
+        )  # numba, as it starts its own, sets what torch's OpenMP has in this thread
+
+
+def _agrees(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((1, 4, 16), (80, 2, 16), (80, 2, 16))

@@ -31,11 +31,11 @@ def compiled_kernel(*, bfloat16: bool) -> Callable[..., None]:
     integers, out = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C")
     query = types.Array(types.float32, 3, "A")
     signature = types.void(query, cache, cache, integers, integers, integers, types.float32, types.int64, out)
-    settings: dict[str, Any] = {"parallel": True, "nogil": True, "fastmath": _FAST}
+    function = _attend_bfloat16 if bfloat16 else _attend_float32
     try:
-        compiled = numba.njit([signature], cache=True, **settings)(_attend)
-    except RuntimeError:  # nowhere to keep a file
-        compiled = numba.njit([signature], **settings)(_attend)
+        compiled = numba.njit([signature], cache=True, nogil=True)(function)
+    except Exception:  # no place for a file, a full disk, a file that is broken
+        compiled = numba.njit([signature], nogil=True)(function)
     kernel: Callable[..., None] = compiled
     return kernel
 
@@ -114,6 +114,7 @@ def _merge(peaks: Any, totals: Any, sums: Any, out: Any) -> None:
             out[head, i] /= total
 
 
+@numba.njit(parallel=True, nogil=True, fastmath=_FAST)
 def _attend(
     query: Any, keys: Any, values: Any, slots: Any, starts: Any, rows: Any, scale: Any, parts: Any, out: Any
 ) -> None:
@@ -144,3 +145,16 @@ def _attend(
             end += 1
         _merge(peaks[first:end], totals[first:end], sums[first:end], out[row])
         first = end
+
+
+# Two names, so that each has a file of its own: numba writes those of one name without a lock.
+def _attend_float32(
+    query: Any, keys: Any, values: Any, slots: Any, starts: Any, rows: Any, scale: Any, parts: Any, out: Any
+) -> None:
+    _attend(query, keys, values, slots, starts, rows, scale, parts, out)
+
+
+def _attend_bfloat16(
+    query: Any, keys: Any, values: Any, slots: Any, starts: Any, rows: Any, scale: Any, parts: Any, out: Any
+) -> None:
+    _attend(query, keys, values, slots, starts, rows, scale, parts, out)

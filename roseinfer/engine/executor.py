@@ -71,7 +71,8 @@ class TorchExecutor:
         with torch.inference_mode():
             for n in batch_sizes:
                 nothing = torch.zeros(n, dtype=torch.int64, device=self._device)
-                self._model.warm_up(nothing, nothing, idle_step_context(n, self._kv, self._device))
+                idle = idle_step_context(n, self._kv, self._device, reads_in_place=self._reads_in_place)
+                self._model.warm_up(nothing, nothing, idle)
 
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step. On CPU it is over when this returns; what it raises comes out here, not in wait()."""

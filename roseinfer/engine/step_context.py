@@ -117,12 +117,17 @@ def build_step_context(
     )
 
 
-def idle_step_context(n: int, kv: list[LayerKV], device: torch.device) -> StepContext:
+def idle_step_context(
+    n: int, kv: list[LayerKV], device: torch.device, *, reads_in_place: bool = False
+) -> StepContext:
     """A step of `n` decodes that all stand in slot 0 and see nothing but themselves: work without a request."""
-    decodes = [QueryGroup(slice(0, n), n, context=1, start=0, stride=0)]
+    decodes = [] if reads_in_place else [QueryGroup(slice(0, n), n, context=1, start=0, stride=0)]
+    its = in_place([np.zeros(1, np.int64)] * n) if reads_in_place else None
     slots = torch.zeros(n, dtype=torch.int64, device=device)
     last = torch.arange(n, device=device)
-    return StepContext(kv=kv, slots=slots, decodes=decodes, prefills=[], last=last, lasts=decodes)
+    return StepContext(
+        kv, slots, decodes, prefills=[], last=last, lasts=decodes, decodes_in_place=its, lasts_in_place=its
+    )
 
 
 def _slots_of(span: Span) -> NDArray[np.int64]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +118,21 @@ def test_without_the_kernel_torchs_attention_is_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(decode_attention, "_kernel", lambda dtype: None)
     monkeypatch.setattr(engine, "in_place_works", in_place_works.__wrapped__)
     assert make_engine(CONFIGS["llama"]).description.attention == "SDPA"
+
+
+def test_a_kernel_that_fails_is_told_of_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(dtype: torch.dtype) -> None:
+        raise ValueError("No threading layer could be loaded")
+
+    monkeypatch.setattr(decode_attention, "_kernel", broken)
+    with pytest.warns(RuntimeWarning, match="torch's attention: numba's fails here .No threading layer"):
+        assert not in_place_works.__wrapped__(torch.float32)
+
+
+def test_torchs_threads_stay_as_many_as_they_were() -> None:
+    code = (
+        "import torch; from roseinfer.engine.decode_attention import in_place_works\n"
+        "torch.set_num_threads(1); assert in_place_works(torch.float32)\n"
+        "raise SystemExit(torch.get_num_threads() != 1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # where numba has started no threads yet
