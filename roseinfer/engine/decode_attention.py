@@ -93,9 +93,8 @@ def in_place_works(dtype: torch.dtype) -> bool:
         )
         return False
     finally:
-        torch.set_num_threads(
-            threads
-        )  # numba, as it starts its own, sets what torch's OpenMP has in this thread
+        # numba, as it starts its own, sets how many torch's OpenMP has in this thread.
+        torch.set_num_threads(threads)
 
 
 def _agrees(dtype: torch.dtype) -> bool:
