@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_VERSIONS_OF: Final = ("roseinfer", "torch", "transformers", "numpy", "pyarrow")
+_VERSIONS_OF: Final = ("roseinfer", "torch", "transformers", "numpy", "numba", "pyarrow")
 _THREAD_VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "OMP_PROC_BIND",
@@ -30,6 +30,8 @@ _THREAD_VARIABLES: Final = (
     "KMP_AFFINITY",
     "KMP_BLOCKTIME",
     "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "NUMBA_THREADING_LAYER",
     "OPENBLAS_NUM_THREADS",
     "RAYON_NUM_THREADS",
     "TOKENIZERS_PARALLELISM",
