@@ -23,6 +23,7 @@ from typing import Any, Final
 from peer_env import PEER_VARIABLES, peer_python
 from roseinfer.bench.environment import describe_environment
 from roseinfer.model_source import SourceKind, check_model_source, local_path
+from roseinfer.openmp import WAITING
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SIDES: Final = ROOT / "experiments" / "peer_sides.py"
@@ -132,13 +133,13 @@ def main() -> None:
 
 
 def _environment(name: str) -> dict[str, str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    env = {name: value for name, value in os.environ.items() if name not in WAITING}
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if name == THEIRS:
         env |= PEER_VARIABLES | {
             "VLLM_CPU_KVCACHE_SPACE": "3",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in our reach: step by step
         }
-        env.pop("OMP_WAIT_POLICY", None)
     return env
 
 

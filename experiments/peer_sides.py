@@ -24,9 +24,9 @@ def prompt_ids(index: int, length: int) -> list[int]:
 
 class Roseinfer:
     def __init__(self, model: str, dtype: str) -> None:
-        from roseinfer.openmp import sleep_while_waiting
+        from roseinfer.openmp import spin_briefly
 
-        sleep_while_waiting()
+        spin_briefly()
         from roseinfer import InferenceEngine
 
         self._engine = InferenceEngine.from_pretrained(model, device="cpu", dtype=dtype)

@@ -157,9 +157,9 @@ def doctor(
     Exit code 1 if two of the engine's paths give different tokens, or an attention kernel differs from SDPA.
     """
     from roseinfer.bench.doctor import examine, paths_differ
-    from roseinfer.openmp import sleep_while_waiting
+    from roseinfer.openmp import spin_briefly
 
-    sleep_while_waiting()
+    spin_briefly()
     found = examine(
         model, device=device, dtype=dtype, num_threads=num_threads, say=partial(print, flush=True)
     )

@@ -27,7 +27,7 @@ from roseinfer.bench.shards import Lost, outcome, share_out
 from roseinfer.bench.store import RunFolder, differences
 from roseinfer.errors import InputError, RunError
 from roseinfer.model_source import local_path
-from roseinfer.openmp import sleep_while_waiting
+from roseinfer.openmp import spin_briefly
 
 NEWLINE: Final = "\n"
 
@@ -173,7 +173,7 @@ class _Worker:
 
     def _set_up(self) -> tuple[Bench, Described]:
         if self._ready is None:
-            sleep_while_waiting()  # before anything loads torch
+            spin_briefly()  # before anything loads torch
             bench = self._make_bench()
             self._ready = bench, Described(bench.model, describe_environment())
         return self._ready

@@ -33,7 +33,7 @@ from roseinfer.bench.store import RunFolder, check_name, check_writable, differe
 from roseinfer.bench.workload import Workload, WorkloadSource
 from roseinfer.errors import InputError
 from roseinfer.model_source import SourceKind, check_model_source, known_context
-from roseinfer.openmp import sleep_while_waiting
+from roseinfer.openmp import spin_briefly
 from roseinfer.sim.cost_model import CostModel
 from roseinfer.tokenization import FastTokenizer, builtin_tokenizer
 
@@ -86,7 +86,7 @@ class Session:
         `bench_of` sets the engine up, where one in this process is measured.
         """
         if not experiment.is_http:  # a server that is started here waits as its own people want it to
-            sleep_while_waiting()  # part of the environment that a resumed run is compared with
+            spin_briefly()  # part of the environment that a resumed run is compared with
         options = experiment.options
         self.experiment = experiment
         self._command = public_command(sys.argv) if command is None else command

@@ -1,8 +1,8 @@
 """Everything that imports torch."""
 
-from roseinfer.openmp import sleep_while_waiting
+from roseinfer.openmp import spin_briefly
 
-sleep_while_waiting()  # before torch is imported, below
+spin_briefly()  # before torch is imported, below
 
 from roseinfer.engine.engine import EngineDescription, InferenceEngine  # noqa: E402
 

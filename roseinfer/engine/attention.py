@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from roseinfer.engine.decode_attention import attend_in_place
-from roseinfer.engine.step_context import LayerKV, PrefillGroup, QueryGroup, StepContext
+from roseinfer.engine.prefill_attention import prefill_attention
+from roseinfer.engine.step_context import LayerKV, QueryGroup, StepContext
 from roseinfer.engine.varlen import packed_attention
 from roseinfer.executor import KV_BLOCK_TOKENS
 
@@ -55,7 +56,7 @@ def attention(
     _one_query_each(query, keys, values, step.decodes, scaling, out)
     for group in step.prefills:
         rows = slice(group.offset, group.offset + group.n_spans * group.n_tokens)
-        out[rows] = _prefill(query[rows], key[rows], value[rows], keys, values, group, scaling)
+        out[rows] = prefill_attention(query[rows], key[rows], value[rows], keys, values, group, scaling)
     return out
 
 
@@ -132,33 +133,6 @@ def _contexts(cache: torch.Tensor, group: QueryGroup) -> torch.Tensor:
     shape = (group.n, cache.shape[1], group.context, cache.shape[2])
     strides = (group.stride * per_slot, per_head, per_slot, per_element)
     return cache.as_strided(shape, strides, cache.storage_offset() + group.start * per_slot)
-
-
-def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    group: PrefillGroup,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Spans of several tokens. query [tokens, heads, head_dim] -> the same shape."""
-    if group.context_slots is not None:
-        key, value = (x[group.context_slots].flatten(0, 1) for x in (keys, values))
-    query, key, value = (
-        x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
-    )  # [spans, heads, tokens or context, head_dim]
-    out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=group.mask,
-        is_causal=group.mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -17,6 +17,9 @@ from numba.extending import overload
 
 CHUNK_TOKENS: Final = 64
 
+_LOG2_E: Final = np.float32(1.4426950408889634)
+_LOWEST_EXPONENT: Final = np.float32(-126)  # below it a float32 loses digits
+
 # Of what fastmath allows, not that NaN and infinity lose their meaning.
 _FAST: Final = {"reassoc", "contract", "nsz", "arcp"}
 _compiled = numba.njit(nogil=True, fastmath=_FAST)
@@ -55,17 +58,36 @@ def _of_type(x: Any) -> Callable[[Any], Any]:
     return from_bits if x == types.uint16 else itself
 
 
+@numba.njit(nogil=True, fastmath=_FAST, inline="always")
+def _exp2(x: Any) -> Any:
+    """2 to the x, for x <= 0, in float32: NumPy's is a call for each number, and this is a few instructions for 16.
+
+    The fraction's power is its Chebyshev interpolation of degree 5 on [-1, 0]: a relative error below 3e-7.
+    """
+    x = max(x, _LOWEST_EXPONENT)  # in this order a NaN stays one
+    whole = np.int32(x)
+    f = x - np.float32(whole)
+    power = np.float32(9.4687700e-4)
+    power = power * f + np.float32(9.2091803e-3)
+    power = power * f + np.float32(5.5298120e-2)
+    power = power * f + np.float32(2.4017896e-1)
+    power = power * f + np.float32(6.9314313e-1)
+    power = power * f + np.float32(9.9999994e-1)
+    return power * np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
 @_compiled
 def _attend_chunk(
     query: Any, keys: Any, values: Any, slots: Any, weights: Any, peaks: Any, totals: Any, sums: Any
 ) -> None:
-    """`query` [heads, key_dim], scaled, against the tokens in `slots` alone.
+    """`query` [heads, key_dim], times scale and log2(e), against the tokens in `slots` alone.
 
-    peaks, totals [heads]: the largest score, and the sum of exp(score - peak). sums [heads, value_dim]: the values,
-    each times its exp(score - peak). `weights` [heads, CHUNK_TOKENS] is scratch.
+    peaks, totals [heads]: the largest score, and the sum of 2 ** (score - peak). sums [heads, value_dim]: the values,
+    each times its 2 ** (score - peak). `weights` [heads, CHUNK_TOKENS] is scratch.
     """
     heads, kv_heads, n = len(query), keys.shape[1], len(slots)
     sharing = heads // kv_heads  # query heads of a key head
+    # Token by token, as they lie in memory: head by head takes twice as long where no cache holds them.
     for token in range(n):
         slot = slots[token]
         for kv_head in range(kv_heads):
@@ -80,7 +102,7 @@ def _attend_chunk(
             peak = max(peak, weights[head, token])
         total = np.float32(0)
         for token in range(n):
-            weight = np.exp(weights[head, token] - peak)
+            weight = _exp2(weights[head, token] - peak)
             weights[head, token] = weight
             total += weight
         peaks[head], totals[head] = peak, total
@@ -106,7 +128,7 @@ def _merge(peaks: Any, totals: Any, sums: Any, out: Any) -> None:
         for i in range(out.shape[1]):
             out[head, i] = 0
         for chunk in range(len(peaks)):
-            weight = np.exp(peaks[chunk, head] - peak)
+            weight = _exp2(peaks[chunk, head] - peak)
             total += weight * totals[chunk, head]
             for i in range(out.shape[1]):
                 out[head, i] += weight * sums[chunk, head, i]
@@ -135,7 +157,7 @@ def _attend(
             # Loops, not slices: numba makes a parallel region of every assignment to one.
             for head in range(heads):
                 for i in range(key_dim):
-                    scaled[head, i] = query[rows[c], head, i] * scale
+                    scaled[head, i] = query[rows[c], head, i] * (scale * _LOG2_E)
             its = slots[starts[c] : starts[c + 1]]
             _attend_chunk(scaled, keys, values, its, weights, peaks[c], totals[c], sums[c])
     first = 0

@@ -17,14 +17,17 @@ LEAST_TEMPERATURE: Final = 1e-6
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequence[int]) -> torch.Tensor:
-    """logits [rows, vocab], one row per request, and the positions of the tokens to choose. Returns their ids [rows].
+    """logits [rows, vocab] on a CPU, a row per request, and the positions of the tokens to choose. Returns their ids.
 
     The random numbers of a row are a function of (seed, position) alone, never of the batch around it.
     """
-    chosen = logits.argmax(dim=-1)
+    chosen = torch.empty(len(logits), dtype=torch.int64)
+    wide = torch.empty(logits.shape[-1])  # one for all rows: new memory costs more than what is done in it
     for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         if request.params.temperature >= LEAST_TEMPERATURE:
             chosen[row] = _sample_row(logits[row], request, position)
+        else:  # as torch's argmax, which takes 6 times as long in float32 and 18 times in bfloat16
+            chosen[row] = int(wide.copy_(logits[row]).numpy().argmax())
     return chosen
 
 

@@ -16,7 +16,7 @@ from roseinfer.bench.options import DEVICES, DTYPE_HELP, DTYPES
 from roseinfer.errors import InputError, RoseinferError, check_whole
 from roseinfer.model_source import check_model_source
 from roseinfer.nvtx import ranges
-from roseinfer.openmp import sleep_while_waiting
+from roseinfer.openmp import spin_briefly
 from roseinfer.policies import check_policy
 from roseinfer.server.app import create_app
 from roseinfer.server.bodies import BodyLimits
@@ -192,7 +192,7 @@ def command(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("roseinfer").setLevel(logging.INFO)
     with listen(host, port, write_timeout) as sock:
-        sleep_while_waiting()
+        spin_briefly()
         from roseinfer.engine import InferenceEngine
 
         ranges(nvtx)  # before the model is loaded: that takes its time

@@ -25,6 +25,7 @@ from roseinfer.bench.cli import main
 from roseinfer.bench.records import REQUEST_SCHEMA, STEP_SCHEMA
 from roseinfer.bench.store import RunFolder
 from roseinfer.engine import EngineDescription
+from roseinfer.openmp import WAITING
 from roseinfer.tokenization import BUILTIN_EOS_ID, BUILTIN_EOS_TOKEN, BUILTIN_VOCAB_SIZE, builtin_tokenizer
 from tests.bench.experiments import ScriptedDescription
 
@@ -235,7 +236,7 @@ def stopped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     In a process as a user starts it: nothing is set that this one set for itself.
     """
     results = tmp_path_factory.mktemp("stopped")
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env = {name: value for name, value in os.environ.items() if name not in WAITING}
     words = [*SWEEP.split(), "--repeats", "6", "--model", str(model), "-o", str(results), "--run-id", "run"]
     command, told = [sys.executable, "-c", INTERRUPTIBLE, *words], ""
     with subprocess.Popen(

@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     engine = types.SimpleNamespace(InferenceEngine=types.SimpleNamespace(from_pretrained=load))
     monkeypatch.setitem(sys.modules, "roseinfer.engine", engine)
     monkeypatch.setattr(cli, "serve", serve)
-    monkeypatch.setattr(cli, "sleep_while_waiting", lambda: None)
+    monkeypatch.setattr(cli, "spin_briefly", lambda: None)
     monkeypatch.delenv("ROSEINFER_API_KEY", raising=False)
     return runs
 
