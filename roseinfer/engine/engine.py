@@ -26,6 +26,7 @@ from roseinfer.engine.varlen import flash_for
 from roseinfer.errors import InputError, ModelError
 from roseinfer.executor import KV_BLOCK_TOKENS, Clock
 from roseinfer.model_source import check_model_source
+from roseinfer.openmp import in_passing
 from roseinfer.tokenization import FastTokenizer
 
 if TYPE_CHECKING:
@@ -176,16 +177,19 @@ class InferenceEngine:
             raise InputError("cuda_graph", cuda_graph, _NEEDS_CUDA)
         resolved = resolve_dtype(dtype, on)
         half = resolved == torch.float16
-        loaded = load_model(source, on, torch.float32 if half else resolved)
-        return cls(
-            loaded,
-            name=model,
-            max_model_len=max_model_len,
-            native=native,
-            half_weights=half,
-            paged_attn=paged_attn,
-            cuda_graph=cuda_graph,
-        )
+
+        def load() -> InferenceEngine:
+            return cls(
+                load_model(source, on, torch.float32 if half else resolved),
+                name=model,
+                max_model_len=max_model_len,
+                native=native,
+                half_weights=half,
+                paged_attn=paged_attn,
+                cuda_graph=cuda_graph,
+            )
+
+        return in_passing(load) if on.type == "cpu" else load()
 
     @property
     def max_model_len(self) -> int:
@@ -254,7 +258,9 @@ class InferenceEngine:
         self._kv.lend(executor)
         if not self._uses_graphs:
             warmed = min(max_batch_size, _MOST_WARMED)
-            executor.warm_up(range(self._warmed + 1, warmed + 1))
+            cold = range(self._warmed + 1, warmed + 1)
+            if cold:
+                in_passing(lambda: executor.warm_up(cold))
             self._warmed = max(self._warmed, warmed)
         return executor
 
