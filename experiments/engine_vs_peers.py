@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,9 @@ DECODES: Final = ((1, 64), (8, 256), (32, 64))  # batch size, context
 
 LEAST_AGREEMENT: Final = 0.99
 """Of greedy tokens in float32. Two tokens may be so near to each other that the order of a sum decides."""
+
+PAUSE_S: Final = 1.0
+"""Before each task: OpenMP's threads of the side before may spin on for 0.2 s after their last operator."""
 
 Figures = dict[str, Any]
 
@@ -54,6 +58,7 @@ class Side:
 
     def ask(self, **task: Any) -> Figures:
         assert self._process.stdin is not None
+        time.sleep(PAUSE_S)
         self._process.stdin.write(json.dumps(task) + "\n")
         return self._answer()
 
@@ -167,7 +172,7 @@ def _as_folder(model: str, scratch: Path) -> Path:
 
 
 def _measure(sides: list[Side], prompts: int, prompt_len: int, repeats: int) -> list[Figures]:
-    """A round asks every side for each task, one side right after the other."""
+    """A round asks every side for each task, one side after the other."""
     tasks: dict[str, Figures] = {"prefill": {"do": "prefill", "prompts": prompts, "prompt_len": prompt_len}}
     tasks |= {
         f"decode {batch}": {"do": "decode", "batch": batch, "context": context} for batch, context in DECODES

@@ -45,11 +45,12 @@ class Roseinfer:
         import torch
 
         from roseinfer.engine.ceilings import linear_flops_per_s, read_bytes_per_s
+        from roseinfer.openmp import in_passing
 
         on, dtype = torch.device("cpu"), getattr(torch, self._engine.description.dtype)
         return {
-            "linear_flops_per_s": linear_flops_per_s(on, dtype),
-            "read_bytes_per_s": read_bytes_per_s(on),
+            "linear_flops_per_s": in_passing(lambda: linear_flops_per_s(on, dtype)),
+            "read_bytes_per_s": in_passing(lambda: read_bytes_per_s(on)),
         }
 
     def prefill(self, prompts: int, prompt_len: int) -> dict[str, Any]:
