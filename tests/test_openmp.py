@@ -1,10 +1,11 @@
 """How OpenMP's threads wait."""
 
 import os
+import threading
 
 import pytest
 
-from roseinfer.openmp import WAITING, spin_briefly
+from roseinfer.openmp import WAITING, in_passing, spin_briefly
 
 
 @pytest.fixture
@@ -26,3 +27,17 @@ def test_what_the_user_chose_stays_and_stays_alone(untouched: pytest.MonkeyPatch
     untouched.setenv(name, "7")
     spin_briefly()
     assert {name: os.environ[name] for name in WAITING if name in os.environ} == {name: "7"}
+
+
+def test_what_is_done_in_passing_leaves_no_thread() -> None:
+    worker = in_passing(threading.current_thread)
+    assert worker is not threading.current_thread()
+    assert not worker.is_alive()
+
+
+def test_what_goes_wrong_in_passing_comes_out() -> None:
+    def fails() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        in_passing(fails)

@@ -19,6 +19,7 @@ from roseinfer.engine.linear import LARGEST_HALF, packs
 from roseinfer.engine.llama import Llama
 from roseinfer.engine.loading import LoadedModel, load_model
 from roseinfer.engine.model import Model
+from roseinfer.engine.prefill_attention import takes_blocks
 from roseinfer.engine.probe import probe
 from roseinfer.engine.staging import Staged
 from roseinfer.engine.transformers_path import TransformersModel
@@ -63,7 +64,7 @@ class EngineDescription:
     weight_bytes: int  # read by a step of one token: linear layers and head
     kv_bytes_per_token: int
     kv_layout: str  # "contiguous" or "paged"
-    attention: str  # "SDPA"; with decodes in place on a CPU; on CUDA a paged layout may have "FA2" or "FA3"
+    attention: str  # "SDPA", and what replaces it on this CPU; on CUDA a paged layout may have "FA2" or "FA3"
     cuda_graph: bool  # decodes are replayed
 
 
@@ -140,7 +141,7 @@ class InferenceEngine:
             weight_bytes=(matrices + head) * (2 if half_weights else dtype.itemsize),
             kv_bytes_per_token=self._kv.bytes_per_token,
             kv_layout="paged" if self._paged_attn else "contiguous",
-            attention=self._flash or ("SDPA, decodes in place (numba)" if self._reads_in_place else "SDPA"),
+            attention=self._flash or _sdpa(model.device, dtype, self._reads_in_place),
             cuda_graph=self._uses_graphs,
         )
 
@@ -296,6 +297,16 @@ def _check_halves(model: PreTrainedModel, name: str) -> None:
             if not largest <= LARGEST_HALF:  # NaN too
                 why = f"has a weight of {largest:g}, which float16 cannot hold: choose another dtype"
                 raise ModelError("model", name, why)
+
+
+def _sdpa(device: torch.device, dtype: torch.dtype, reads_in_place: bool) -> str:
+    """torch's attention, and what is used in its place where something is faster."""
+    names = ["SDPA"]
+    if takes_blocks(device, dtype):
+        names.append("prefills in blocks")
+    if reads_in_place:
+        names.append("decodes in place (numba)")
+    return ", ".join(names)
 
 
 def _linear_kernels(device: torch.device, dtype: torch.dtype, half: bool) -> str:

@@ -37,8 +37,7 @@ def prefill_attention(
     query, key, value = (
         x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]
-    is_on_cpu = query.device.type == "cpu"
-    if is_on_cpu and query.dtype == torch.bfloat16 and n_tokens >= _FEWEST_TOKENS and blocks_are_faster():
+    if n_tokens >= _FEWEST_TOKENS and takes_blocks(query.device, query.dtype):
         out = attend_in_blocks(query, key, value, scaling)
     else:
         out = scaled_dot_product_attention(
@@ -53,12 +52,17 @@ def prefill_attention(
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def takes_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether blocks are the faster way there, for spans that are not short."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and _has_avx512_and_no_amx()
+
+
 @lru_cache
-def blocks_are_faster() -> bool:
-    """Of bfloat16, on this CPU."""
+def _has_avx512_and_no_amx() -> bool:
     # Private questions: where torch has them no longer, its own attention it is.
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
-    return not has_amx and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    has_amx: bool = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)()
+    has_avx512: bool = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return has_avx512 and not has_amx
 
 
 def attend_in_blocks(

@@ -16,6 +16,7 @@ from roseinfer.engine import device
 from roseinfer.engine.engine import InferenceEngine
 from roseinfer.engine.linear import Head
 from roseinfer.engine.loading import LoadedModel
+from roseinfer.engine.prefill_attention import takes_blocks
 from roseinfer.errors import InputError, ModelError
 from roseinfer.tokenization import builtin_tokenizer
 from tests.engine.driver import Driver
@@ -54,6 +55,7 @@ def test_a_folder_is_described(saved: Path) -> None:
     itemsize = 4 if description["dtype"] == "float32" else 2
     kv_itemsize = 2 if description["dtype"] == "bfloat16" else 4
     assert description.pop("linear_kernels") in ("packed (oneDNN)", "float16 weights (FBGEMM)", "plain")
+    in_blocks = takes_blocks(torch.device("cpu"), getattr(torch, description["dtype"]))
     assert description == {
         "model": str(saved),
         "architecture": "LlamaForCausalLM",
@@ -69,7 +71,7 @@ def test_a_folder_is_described(saved: Path) -> None:
         "weight_bytes": (2 * (48 * 48 * 3 + 3 * 48 * 64) + VOCAB * 48) * itemsize,
         "kv_bytes_per_token": 2 * 2 * 2 * 12 * kv_itemsize,
         "kv_layout": "contiguous",
-        "attention": "SDPA, decodes in place (numba)",
+        "attention": f"SDPA, {'prefills in blocks, ' if in_blocks else ''}decodes in place (numba)",
         "cuda_graph": False,
     }
 

@@ -89,3 +89,11 @@ def test_rows_of_one_batch_have_parameters_of_their_own() -> None:
     ]
     alone = [sample(LOGITS[None], [request], [1]).item() for request in requests]
     assert sample(LOGITS.expand(3, -1), requests, [1] * 3).tolist() == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_best_and_nan_for_the_best(dtype: torch.dtype) -> None:
+    """As torch's argmax."""
+    rows = [[1.0, 3.0, 3.0, 2.0], [1.0, torch.nan, 3.0, torch.inf], [-torch.inf] * 4]
+    for row, best in zip(torch.tensor(rows).to(dtype), (1, 1, 0), strict=True):
+        assert draws(1, row, temperature=0.0) == [int(row.argmax())] == [best]
