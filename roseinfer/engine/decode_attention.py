@@ -22,10 +22,6 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 """Where numba finds no OpenMP its threads take one caller at a time, and end the process at a second one."""
 
 
-_FEW_CHUNKS: Final = 4
-"""So many are computed before another thread has woken up to help."""
-
-
 @dataclass(frozen=True, slots=True)
 class Contexts:
     """Where the contexts of some queries lie: chunk c is slots[starts[c] : starts[c + 1]], of query rows[c]."""
@@ -65,10 +61,9 @@ def attend_in_place(
     mixed = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if len(contexts.rows) <= _FEW_CHUNKS:
-        threads = 1
+    parts = min(threads, len(contexts.rows))
     with _ONE_AT_A_TIME:
-        numba.set_num_threads(threads)
+        numba.set_num_threads(parts)
         kernel(
             query.float().numpy(),
             _bits(keys),
@@ -77,7 +72,7 @@ def attend_in_place(
             contexts.starts,
             contexts.rows,
             scale,
-            min(threads, len(contexts.rows)),
+            parts,
             mixed.numpy(),
         )
     if mixed is not out:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from roseinfer.tokenization import FastTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 _CPU_BATCHED_TOKENS = 512
 _CUDA_BATCHED_TOKENS = 8192
@@ -190,7 +193,7 @@ class InferenceEngine:
                 cuda_graph=cuda_graph,
             )
 
-        return in_passing(load) if on.type == "cpu" else load()
+        return _aside(on, load)
 
     @property
     def max_model_len(self) -> int:
@@ -261,7 +264,7 @@ class InferenceEngine:
             warmed = min(max_batch_size, _MOST_WARMED)
             cold = range(self._warmed + 1, warmed + 1)
             if cold:
-                in_passing(lambda: executor.warm_up(cold))
+                _aside(self._device, lambda: executor.warm_up(cold))
             self._warmed = max(self._warmed, warmed)
         return executor
 
@@ -297,6 +300,11 @@ def _check_halves(model: PreTrainedModel, name: str) -> None:
             if not largest <= LARGEST_HALF:  # NaN too
                 why = f"has a weight of {largest:g}, which float16 cannot hold: choose another dtype"
                 raise ModelError("model", name, why)
+
+
+def _aside(device: torch.device, work: Callable[[], T]) -> T:
+    """What `work` returns. On a CPU it leaves no OpenMP threads behind."""
+    return in_passing(work) if device.type == "cpu" else work()
 
 
 def _sdpa(device: torch.device, dtype: torch.dtype, reads_in_place: bool) -> str:

@@ -20,6 +20,12 @@ _MOST_BLOCK_TOKENS: Final = 192
 _FEWEST_TOKENS: Final = 64
 """Of all spans together. For less, blocks cost more calls than they save."""
 
+_FEWEST_OF_A_CHUNK: Final = 32
+"""Of each span that goes on from a cached context: for shorter ones the context is copied for too little."""
+
+_MOST_SCORES: Final = 2**25
+"""Of a block: 64 MiB, and as much for its softmax."""
+
 
 def prefill_attention(
     query: torch.Tensor,
@@ -31,13 +37,14 @@ def prefill_attention(
     scaling: float | None,
 ) -> torch.Tensor:
     """The spans of `group`: query [tokens, heads, head_dim] -> the same shape."""
-    n_tokens = len(query)
+    is_long = len(query) >= _FEWEST_TOKENS
     if group.context_slots is not None:
+        is_long = is_long and group.n_tokens >= _FEWEST_OF_A_CHUNK
         key, value = (x[group.context_slots].flatten(0, 1) for x in (keys, values))
     query, key, value = (
         x.reshape(group.n_spans, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )  # [spans, heads, tokens or context, head_dim]
-    if n_tokens >= _FEWEST_TOKENS and takes_blocks(query.device, query.dtype):
+    if is_long and takes_blocks(query.device, query.dtype):
         out = attend_in_blocks(query, key, value, scaling)
     else:
         out = scaled_dot_product_attention(
@@ -68,10 +75,11 @@ def _has_avx512_and_no_amx() -> bool:
 def attend_in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Causal; the queries are the last tokens of the context.
+    """Causal, where scores are finite; the queries are the last tokens of the context.
 
-    query [spans, heads, tokens, head_dim], key and value [spans, kv_heads, context, head_dim] -> as query. Scores are
-    rounded to their dtype, as in transformers' "eager" attention; the softmax adds up in float32.
+    query [spans, heads, tokens, head_dim], key and value [spans, kv_heads, context, head_dim] -> as query. Queries
+    are rounded to their dtype once scaled, and so are scores, as in transformers' "eager" attention: the larger the
+    scores, the more that is. The softmax adds up in float32.
     """
     spans, heads, tokens, head_dim = query.shape
     kv_heads, context = key.shape[1:3]
@@ -80,7 +88,8 @@ def attend_in_blocks(
     key, value = (x.flatten(0, 1) for x in (key.transpose(2, 3), value))
     out = query.new_empty(spans * kv_heads, sharing, tokens, value.shape[-1])
     query = query.reshape(spans * kv_heads, sharing, tokens, head_dim)
-    n_blocks = -(-tokens // _MOST_BLOCK_TOKENS)
+    most_tokens = max(1, min(_MOST_BLOCK_TOKENS, _MOST_SCORES // (spans * heads * context)))
+    n_blocks = -(-tokens // most_tokens)
     for index in range(n_blocks):
         block = slice(tokens * index // n_blocks, tokens * (index + 1) // n_blocks)
         n, seen = block.stop - block.start, context - tokens + block.stop

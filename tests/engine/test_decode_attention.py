@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from roseinfer.engine import decode_attention, engine
 from roseinfer.engine.decode_attention import attend_in_place, in_place, in_place_works
+from roseinfer.engine.decode_kernel import _exp2
 from tests.engine.tiny_models import CONFIGS, make_engine
 
 LENGTHS = (1, 63, 64, 65, 200)
@@ -108,6 +109,23 @@ def test_a_broken_number_is_not_swallowed(poison: float) -> None:
     out = attended(query, keys, values, contexts)
     assert not out[-1].isfinite().any()
     assert torch.equal(out[:-1], clean[:-1])
+
+
+def test_powers_of_two_are_those_of_numpy() -> None:
+    x = -np.linspace(0, 126, 5_000, dtype=np.float32)
+    assert [float(_exp2(one)) for one in x] == pytest.approx(np.exp2(x.astype(np.float64)), rel=3e-7)
+
+
+@pytest.mark.parametrize("x", [-127.0, -200.0, -1e30, -np.inf])
+def test_powers_below_the_smallest_are_the_smallest(x: float) -> None:
+    assert 0 < _exp2(np.float32(x)) < 2.0**-125
+
+
+def test_a_nan_stays_one() -> None:
+    assert np.isnan(_exp2(np.float32(np.nan)))
+    query, keys, values = tensors(1)
+    keys[3] = torch.nan
+    assert attended(query, keys, values, [np.arange(70)]).isnan().all()
 
 
 def test_float16_has_no_kernel() -> None:

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from roseinfer.engine import prefill_attention
 from roseinfer.engine.prefill_attention import attend_in_blocks, takes_blocks
+from roseinfer.engine.step_context import PrefillGroup
 from tests.engine.driver import Driver
 from tests.engine.test_native import relative_difference
 from tests.engine.tiny_models import CONFIGS, FAMILIES, VOCAB, make_engine
@@ -41,6 +42,45 @@ def test_it_is_torchs_attention(
         query, key, value, attn_mask=seen, scale=scaling, enable_gqa=kv_heads != 4
     )
     torch.testing.assert_close(attend_in_blocks(query, key, value, scaling), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_get_shorter_for_contexts_that_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = tensors(2, 100, 150)
+    expected = attend_in_blocks(query, key, value, None)
+    widths: list[int] = []
+    later = prefill_attention._later
+
+    def noted(n: int) -> torch.Tensor:
+        widths.append(n)
+        return later(n)
+
+    monkeypatch.setattr(prefill_attention, "_later", noted)
+    monkeypatch.setattr(prefill_attention, "_MOST_SCORES", 2 * 4 * 150 * 7)
+    torch.testing.assert_close(attend_in_blocks(query, key, value, None), expected, rtol=1e-5, atol=1e-5)
+    assert max(widths) <= 7
+    assert sum(widths) == 100
+
+
+@pytest.mark.parametrize(
+    ("n_spans", "n_tokens", "cached", "taken"),
+    [(1, 64, 0, True), (4, 16, 0, True), (1, 63, 0, False), (2, 32, 64, True), (4, 31, 64, False)],
+)
+def test_short_spans_are_left_to_torch(
+    n_spans: int, n_tokens: int, cached: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def blocks(query: torch.Tensor, *rest: object) -> torch.Tensor:
+        used.append(len(query))
+        return query
+
+    monkeypatch.setattr(prefill_attention, "takes_blocks", lambda device, dtype: True)
+    monkeypatch.setattr(prefill_attention, "attend_in_blocks", blocks)
+    x, cache = torch.zeros(n_spans * n_tokens, 4, 16), torch.zeros(512, 4, 16)
+    slots = torch.arange(cached + n_tokens).repeat(n_spans, 1) if cached else None
+    group = PrefillGroup(0, n_spans, n_tokens, slots)
+    prefill_attention.prefill_attention(x, x, x, cache, cache, group, None)
+    assert used == ([n_spans] if taken else [])
 
 
 def test_a_token_sees_nothing_of_later_ones() -> None:
