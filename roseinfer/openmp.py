@@ -34,7 +34,7 @@ def in_passing(work: Callable[[], T]) -> T:
 
     OpenMP keeps helpers for every thread that ever needed some, as long as it lives, and GNU's lets all of them spin
     1,000 turns at most when together they are more than cores. So who loads a model leaves none to whoever runs it.
-    Ctrl-C comes out at once, and the thread is left to end with the process.
+    Ctrl-C comes out at once; the process then ends when the thread has.
     """
     future: Future[T] = Future()
 
@@ -44,7 +44,8 @@ def in_passing(work: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="roseinfer-passing", daemon=True)
+    # No daemon: Python stops those where they come back from torch as it ends, and C++ aborts the process for it.
+    thread = threading.Thread(target=run, name="roseinfer-passing")
     thread.start()
     wait([future])
     thread.join()
