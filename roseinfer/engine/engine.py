@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,13 +27,10 @@ from roseinfer.engine.varlen import flash_for
 from roseinfer.errors import InputError, ModelError
 from roseinfer.executor import KV_BLOCK_TOKENS, Clock
 from roseinfer.model_source import check_model_source
-from roseinfer.openmp import in_passing
 from roseinfer.tokenization import FastTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-T = TypeVar("T")
 
 _CPU_BATCHED_TOKENS = 512
 _CUDA_BATCHED_TOKENS = 8192
@@ -181,19 +177,16 @@ class InferenceEngine:
             raise InputError("cuda_graph", cuda_graph, _NEEDS_CUDA)
         resolved = resolve_dtype(dtype, on)
         half = resolved == torch.float16
-
-        def load() -> InferenceEngine:
-            return cls(
-                load_model(source, on, torch.float32 if half else resolved),
-                name=model,
-                max_model_len=max_model_len,
-                native=native,
-                half_weights=half,
-                paged_attn=paged_attn,
-                cuda_graph=cuda_graph,
-            )
-
-        return _aside(on, load)
+        loaded = load_model(source, on, torch.float32 if half else resolved)
+        return cls(
+            loaded,
+            name=model,
+            max_model_len=max_model_len,
+            native=native,
+            half_weights=half,
+            paged_attn=paged_attn,
+            cuda_graph=cuda_graph,
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -262,9 +255,7 @@ class InferenceEngine:
         self._kv.lend(executor)
         if not self._uses_graphs:
             warmed = min(max_batch_size, _MOST_WARMED)
-            cold = range(self._warmed + 1, warmed + 1)
-            if cold:
-                _aside(self._device, lambda: executor.warm_up(cold))
+            executor.warm_up(range(self._warmed + 1, warmed + 1))
             self._warmed = max(self._warmed, warmed)
         return executor
 
@@ -300,11 +291,6 @@ def _check_halves(model: PreTrainedModel, name: str) -> None:
             if not largest <= LARGEST_HALF:  # NaN too
                 why = f"has a weight of {largest:g}, which float16 cannot hold: choose another dtype"
                 raise ModelError("model", name, why)
-
-
-def _aside(device: torch.device, work: Callable[[], T]) -> T:
-    """What `work` returns. On a CPU it leaves no OpenMP threads behind."""
-    return in_passing(work) if device.type == "cpu" else work()
 
 
 def _sdpa(device: torch.device, dtype: torch.dtype, reads_in_place: bool) -> str:

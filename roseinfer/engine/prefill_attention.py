@@ -18,7 +18,7 @@ _MOST_BLOCK_TOKENS: Final = 192
 """Query tokens of a block. Shorter ones leave less of a span's own keys masked, and make smaller products."""
 
 _FEWEST_TOKENS: Final = 64
-"""Of all spans together. For less, blocks cost more calls than they save."""
+"""Of all spans of a group together. For less, blocks cost more calls than they save."""
 
 _FEWEST_OF_A_CHUNK: Final = 32
 """Of each span that goes on from a cached context: for shorter ones the context is copied for too little."""

@@ -22,9 +22,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], positions: Sequenc
     The random numbers of a row are a function of (seed, position) alone, never of the batch around it.
     """
     chosen = torch.empty(len(logits), dtype=torch.int64)
-    wide = torch.empty(
-        logits.shape[-1], dtype=torch.float32
-    )  # one for all rows: new memory costs more than what is done in it
+    # One for all rows: new memory costs more than what is done in it.
+    wide = torch.empty(logits.shape[-1], dtype=torch.float32)
     for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         if request.params.temperature >= LEAST_TEMPERATURE:
             chosen[row] = _sample_row(logits[row], request, position)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,9 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from roseinfer.engine import device
-from roseinfer.engine import engine as engine_module
 from roseinfer.engine.engine import InferenceEngine
-from roseinfer.engine.executor import TorchExecutor
 from roseinfer.engine.linear import Head
-from roseinfer.engine.loading import LoadedModel, load_model
+from roseinfer.engine.loading import LoadedModel
 from roseinfer.engine.prefill_attention import takes_blocks
 from roseinfer.errors import InputError, ModelError
 from roseinfer.tokenization import builtin_tokenizer
@@ -339,25 +336,3 @@ def test_every_batch_size_was_computed_before_the_first_request_and_once(
         seen.append(list(sizes))
         sizes.clear()
     assert seen == [[1, 2, 3, 4, 5], [], [6, 7]]
-
-
-def test_a_cpu_engine_is_set_up_by_threads_that_are_gone(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else OpenMP keeps theirs, and those of a step may not spin."""
-    at_work: list[threading.Thread] = []
-    load, warm_up = load_model, TorchExecutor.warm_up
-
-    def loads(*args: Any) -> LoadedModel:
-        at_work.append(threading.current_thread())
-        return load(*args)
-
-    def warms_up(self: TorchExecutor, sizes: Any) -> None:
-        at_work.append(threading.current_thread())
-        warm_up(self, sizes)
-
-    monkeypatch.setattr(engine_module, "load_model", loads)
-    monkeypatch.setattr(TorchExecutor, "warm_up", warms_up)
-    Driver(InferenceEngine.from_pretrained(str(saved), device="cpu"))
-    assert len(at_work) == 2
-    assert not any(thread.is_alive() for thread in at_work)
